@@ -23,6 +23,14 @@ def rounded_to_floats_of_8_bits(matrix: np.ndarray) -> np.ndarray:
     return values.astype(np.float32) * steps
 
 
+def rounded_as_stored(rows: np.ndarray) -> np.ndarray:
+    """What keys or values stand for that are stored in floats of 8 bits: of each row of a head no number is
+    larger than 448 steps, and a step is the least such power of two."""
+    share, exponent = np.frexp(np.abs(rows).max(axis=-1, keepdims=True) / 448)
+    steps = np.ldexp(1.0, np.where(share > 0.5, exponent, exponent - 1))
+    return (rows / steps).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * steps
+
+
 def rounded_in_groups_by_numpy(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of 4 bits, and the scale of each 128 inputs of a row: of ten scales the one with the least
     squared errors, which are counted in steps of 1/512."""

@@ -14,7 +14,10 @@ from jdllm.pallas import triton_launch
 from jdllm.pallas.attention import attention
 from jdllm.pallas.device import Target
 from jdllm.pallas.split_attention import PageTable
+from jdllm.pallas.split_attention.limits import ADA
 from jdllm.planning.aot import capability_of, compile_for
+from jdllm.quantised import FLOAT8
+from jdllm.stored_rows import Float8Rows
 from tests.aot.triton_kernels import KIB, check_kernel
 
 pytestmark = pytest.mark.aot
@@ -84,10 +87,14 @@ def test_split_attention_fits_the_card(
         fresh = shape(64, kv_heads, head_dim, dtype=dtype)
         q = shape(2, queries, HEADS, head_dim, dtype=dtype)
         attend = functools.partial(form.split_attention_triton, layer=1, scale=0.1)
-        traced = jax.jit(attend).trace(q, pool, pool, table, fresh=(fresh, fresh))
-        traced.lower(lowering_platforms=("cuda",))
-        check_kernel(kernels[-1], capability, 16 if dtype == jnp.float32 else 0)
-    assert len(kernels) == len(SPLIT_CASES)
+        parts: Any = shape(*pool.shape, dtype=FLOAT8), shape(*pool.shape[:-1])
+        in_8_bits = Float8Rows(*parts)
+        for keys in (pool, in_8_bits) if capability >= ADA else (pool,):
+            traced = jax.jit(attend).trace(q, keys, keys, table, fresh=(fresh, fresh))
+            traced.lower(lowering_platforms=("cuda",))
+            of_large_heads = 8 if head_dim == 256 and keys is in_8_bits else 0
+            check_kernel(kernels[-1], capability, 16 if dtype == jnp.float32 else of_large_heads)
+    assert len(kernels) == len(SPLIT_CASES) * (2 if capability >= ADA else 1)
 
 
 def test_the_table_of_a_card():

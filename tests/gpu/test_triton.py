@@ -145,6 +145,18 @@ class TestSplitAttention:
         for first, again in zip(found, attend(*c[:4], fresh=fresh, layer=c.layer), strict=True):
             np.testing.assert_array_equal(first, again)
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(32, 32, 32), (28, 4, 1), (32, 8, 8)])
+    def test_pages_in_8_bits(self, heads: int, kv_heads: int, queries: int, head_dim: int, dtype: str):
+        sizes = {"heads": heads, "kv_heads": kv_heads, "queries": queries, "head_dim": head_dim}
+        bare = split_cases.case(list(self.counts), dtype=jnp.dtype(dtype), **sizes)
+        c, fresh, seen = split_cases.with_fresh(bare, [32, 0, 5, 64, 1])
+        stands_for, pools = split_cases.rounded(bare)
+        attend = jax.jit(functools.partial(split_attention, scale=c.scale, implementation="triton"))
+        found = attend(c.q, *pools, c.table, fresh=fresh, layer=c.layer)
+        split_cases.check(found, split_cases.oracle(stands_for, seen), 4 * RELATIVE[dtype])
+
 
 class TestMaskedLogits:
     """Small integers, whose products are exact in every type, against float64."""

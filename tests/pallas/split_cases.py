@@ -9,6 +9,8 @@ import numpy as np
 
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, with_fresh_rows
+from jdllm.stored_rows import Float8Rows
+from tests.rounding import rounded_as_stored
 
 BF16_RELATIVE = 4e-3
 
@@ -59,6 +61,14 @@ def case(
     )
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     return Case(q, k, v, table, layers - 1, head_dim**-0.5)
+
+
+def rounded(c: Case) -> tuple[Case, tuple[Float8Rows, Float8Rows]]:
+    """The case with the keys and values that a pool in 8 bits stands for, and that pool. Rows that are not
+    live have scales beside those of all others."""
+    plain = [rounded_as_stored(np.asarray(pool, np.float32)) for pool in (c.k, c.v)]
+    k, v = (Float8Rows.of(pool) for pool in (c.k, c.v))
+    return c._replace(k=jnp.asarray(plain[0], c.q.dtype), v=jnp.asarray(plain[1], c.q.dtype)), (k, v)
 
 
 def with_fresh(

@@ -26,7 +26,7 @@ from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, Tiles, default_tiles
 from jdllm.pallas.split_attention.types import request_of
 from jdllm.pallas.split_attention.xla import split_attention_xla
-from tests.pallas.split_cases import Case, case, check, keys_of, oracle, with_fresh
+from tests.pallas.split_cases import Case, case, check, keys_of, oracle, rounded, with_fresh
 
 BF16, F32 = 2e-2, 1e-5
 RAGGED = [[64, 10, 64], [], [0, 33], [1]]
@@ -69,6 +69,15 @@ class TestPortable:
         check(actual, oracle(c), F32)
         assert not np.asarray(actual.o[1]).any()
         assert np.isneginf(actual.m[1]).all()
+
+    @pytest.mark.parametrize("implementation", ["reference", "xla"])
+    def test_pages_in_8_bits_beside_fresh_rows(self, implementation):
+        bare = case(RAGGED, heads=6, kv_heads=2, queries=3, dtype=jnp.float32)
+        c, fresh, seen = with_fresh(bare, FRESH)
+        stands_for, pools = rounded(bare)
+        options = {"layer": c.layer, "scale": c.scale, "implementation": implementation}
+        actual = split_attention(c.q, *pools, c.table, fresh=fresh, **options)
+        check(actual, oracle(stands_for, seen), F32)
 
     @pytest.mark.parametrize("keys", [slow(64), 128, slow(1024)])
     def test_runs_of_pages(self, keys: int):
@@ -308,6 +317,17 @@ class TestRefusals:
         c = case([[1]], **change)
         with pytest.raises(NotImplementedError, match=reason):
             check_mosaic_gpu(c.q, c.k)
+
+    def test_the_kernel_takes_no_pool_in_8_bits(self):
+        c, (k, _) = rounded(case([[1]]))
+        with pytest.raises(NotImplementedError, match="not bfloat16 and float8_e4m3fn"):
+            check_mosaic_gpu(c.q, k)
+
+    def test_fresh_rows_have_the_type_of_the_queries_where_the_pool_has_8_bits(self):
+        c, pools = rounded(case([[1]]))
+        fresh = jnp.zeros((8, 1, 64), jnp.float32)
+        with pytest.raises(ValueError, match=r"fresh rows float32 .* queries bfloat16"):
+            split_attention(c.q, *pools, c.table, fresh=(fresh, fresh), scale=1.0)
 
     def test_the_kernel_is_for_hopper(self):
         with pytest.raises(NotImplementedError, match="Hopper only"):

@@ -14,7 +14,7 @@ from jdllm.pallas.dispatch import choices
 from jdllm.pallas.split_attention import PageTable, api, split_attention
 from jdllm.pallas.triton_launch import Schedule
 from tests.helpers import slow
-from tests.pallas.split_cases import Case, case, check, oracle, with_fresh
+from tests.pallas.split_cases import Case, case, check, oracle, rounded, with_fresh
 from tests.pallas.triton_interpreter import interpreted
 
 RAGGED = [[64, 64, 3], [], [1], [64, 17, 64, 64, 40]]
@@ -54,6 +54,15 @@ def test_ragged_requests(form: Any, dtype: Any, heads: int, kv_heads: int, queri
     assert not np.asarray(actual.o[1], np.float32).any()
     assert np.isneginf(actual.m[1]).all()
     assert not np.asarray(actual.l[1]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", *map(slow, ("bfloat16", "float16"))])
+def test_pages_in_8_bits_beside_fresh_rows(form: Any, dtype: str):
+    bare = case(RAGGED, heads=6, kv_heads=2, queries=3, dtype=jnp.dtype(dtype))
+    c, fresh, seen = with_fresh(bare, FRESH)
+    stands_for, (k, v) = rounded(bare)
+    actual = run(form, c._replace(k=k, v=v), fresh=fresh)  # type: ignore[arg-type]
+    check(actual, oracle(stands_for, seen), TOLERANCE[dtype])
 
 
 @pytest.mark.slow
@@ -117,6 +126,15 @@ def test_every_card_has_sizes_for_every_head(form: Any, itemsize: int, capabilit
 def test_names_the_limit(form: Any, q: Any, pool: Any, reason: str):
     with pytest.raises(NotImplementedError, match=reason):
         form.split_attention_triton(q, pool, pool, PageTable(*np.zeros((3, 2), np.int32)), scale=1.0)
+
+
+def test_cards_before_ada_read_no_pool_in_8_bits(form: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jdllm.pallas.split_attention.limits.target", lambda: Target(True, 8.6))
+    c, (k, v) = rounded(case([[5]]))
+    with pytest.raises(
+        NotImplementedError, match=r"a pool in 8 bits on cards from Ada on \(8.9\), not on 8.6"
+    ):
+        run(form, c._replace(k=k, v=v))  # type: ignore[arg-type]
 
 
 class TestChoice:

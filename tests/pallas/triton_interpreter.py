@@ -22,6 +22,7 @@ _NAMES = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
+    "float8_e4m3fn": "fp8e4nv",
     "int8": "i8",
     "int32": "i32",
     "uint8": "u8",

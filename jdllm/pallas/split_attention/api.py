@@ -10,6 +10,7 @@ from jdllm.pallas.device import target
 from jdllm.pallas.split_attention.limits import SPLIT_ATTENTION
 from jdllm.pallas.split_attention.tiles import TILE
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
+from jdllm.stored_rows import Float8Rows
 
 Implementation = Literal["mosaic_gpu", "triton", "xla", "reference"]
 
@@ -32,11 +33,11 @@ def split_attention(
     Arguments:
     - `q`: rotated queries; query head h reads key-value head h // (heads / kv_heads).
     - `k_pool`, `v_pool`: rotated keys and values of all layers, in pages whose rows are a multiple of 64.
-      Values that are not live must be finite (those of a pool that starts as zeros are). Pages count as a
-      whole when work is shared out, so that small ones balance better.
+      Both are plain, or both are `Float8Rows`. Values that are not live must be finite (those of a pool that
+      starts as zeros are). Pages count as a whole when work is shared out, so that small ones balance better.
     - `table`: the pages and fresh rows of each request.
-    - `fresh`: keys and values that are not in the pool, of its type: those of the rows that ask. Needed where
-      the table has any.
+    - `fresh`: keys and values that are not in the pool: those of the rows that ask. They have the type of the
+      pool, or of the queries where the pool is `Float8Rows`. Needed where the table has any.
     - `fresh_unit`: fresh rows of an entry begin at a multiple of it, a divisor of `FRESH_UNIT`. Of less than
       `FRESH_UNIT` an entry has no more live rows.
     - `layer`: which layer of the pool; the pool is never sliced, which would copy it.
@@ -53,7 +54,7 @@ def split_attention(
     implementation cannot run, naming its limit.
     """
     _check_shapes(q, k_pool, v_pool, table, scale)
-    _check_fresh(k_pool, fresh, fresh_unit)
+    _check_fresh(q, k_pool, fresh, fresh_unit)
 
     form = SPLIT_ATTENTION.choose(target(), implementation, q, k_pool)
     options = {"fresh": fresh, "fresh_unit": fresh_unit, "layer": layer, "scale": scale}
@@ -81,14 +82,15 @@ def _check_shapes(q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, scal
         raise ValueError(f"split attention: the scale is positive, not {scale}")
 
 
-def _check_fresh(pool: Pool, fresh: tuple[Fresh, Fresh] | None, fresh_unit: int) -> None:
+def _check_fresh(q: Queries, pool: Pool, fresh: tuple[Fresh, Fresh] | None, fresh_unit: int) -> None:
     if fresh_unit < 1 or FRESH_UNIT % fresh_unit:
         raise ValueError(
             f"split attention: fresh rows are counted in divisors of {FRESH_UNIT}, not {fresh_unit}"
         )
+    kind = q.dtype if isinstance(pool, Float8Rows) else pool.dtype
     for rows in fresh or ():
-        if rows.shape[1:] != (pool.shape[2], pool.shape[4]) or rows.dtype != pool.dtype:
+        if rows.shape[1:] != (pool.shape[2], pool.shape[4]) or rows.dtype != kind:
             raise ValueError(
                 f"split attention: fresh rows {rows.dtype} {rows.shape} do not fit a pool {pool.dtype} "
-                f"{pool.shape}"
+                f"{pool.shape} and queries {q.dtype}"
             )

@@ -4,12 +4,17 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.attention.limits import MOST_HEAD_DIM
+from jdllm.pallas.device import target
 from jdllm.pallas.dispatch import Form, Operator, forms_of
 from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
 from jdllm.pallas.split_attention.work import tile_rows
+from jdllm.stored_rows import Float8Rows
 
 HEAD_DIMS = (64, 128)
+
+ADA = 8.9
+"""The least compute capability of a card that converts floats of 8 bits (E4M3)."""
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
@@ -34,10 +39,17 @@ def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.Shape
 
 def check_triton(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Triton kernel cannot attend `q`."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or q.dtype != k_pool.dtype:
+    in_8_bits = isinstance(k_pool, Float8Rows)
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or not (in_8_bits or q.dtype == k_pool.dtype):
         raise NotImplementedError(
             "split attention in Triton takes queries and a pool that are both bfloat16, float16 or float32,"
-            f" not {q.dtype} and {k_pool.dtype}"
+            f" or a pool in 8 bits, not {q.dtype} and {k_pool.dtype}"
+        )
+    capability = target().capability
+    if in_8_bits and capability is not None and capability < ADA:
+        raise NotImplementedError(
+            f"split attention in Triton takes a pool in 8 bits on cards from Ada on ({ADA}), not on"
+            f" {capability}"
         )
     if q.shape[-1] > MOST_HEAD_DIM:
         raise NotImplementedError(

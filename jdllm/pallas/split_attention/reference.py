@@ -29,7 +29,7 @@ def split_attention_reference(
     seen = (owned[:, :, None] & live).reshape(requests, -1)
 
     def gather(pool: Pool, fresh: Fresh | None) -> Array:
-        rows = jnp.moveaxis(gathered(pool, fresh, layer, pages, fresh_unit), 1, 0)
+        rows = jnp.moveaxis(gathered(pool, fresh, layer, pages, fresh_unit, jnp.float32), 1, 0)
         return jnp.where(live.reshape(-1, 1), rows.reshape(kv_heads, -1, head_dim).astype(jnp.float32), 0)
 
     k, v = map(gather, (k_pool, v_pool), fresh or (None, None))

@@ -15,6 +15,7 @@ from jdllm.pallas.split_attention.tiles import TILE
 from jdllm.pallas.split_attention.triton_kernel import attend
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
 from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch, score_depth
+from jdllm.stored_rows import Float8Rows
 
 PROGRAMS = 512
 """As many keep any card busy, four on each multiprocessor of an H200."""
@@ -63,6 +64,7 @@ def split_attention_triton(
     check_triton(q, k_pool)
     requests, queries, heads, head_dim = q.shape
     _, pages, kv_heads, page_rows, _ = k_pool.shape
+    (k_rows, k_scales), (v_rows, v_scales) = map(_parts, (k_pool, v_pool))
     sizes = sizes or sizes_for(head_dim, q.dtype.itemsize, target().capability)
     rows = heads // kv_heads * queries
     block_rows = min(block(rows), sizes.rows)
@@ -72,7 +74,7 @@ def split_attention_triton(
     kind = q.dtype if parts == 1 else jnp.float32
     found = launch(
         attend,
-        *(q, k_pool, v_pool, *(fresh or (k_pool, v_pool))),
+        *(q, k_rows, v_rows, k_scales, v_scales, *(fresh or (k_rows, v_rows))),
         *(jnp.asarray(x, jnp.int32) for x in table),
         *(jnp.asarray(layer, jnp.int32).reshape(1), pages),
         out_shape=[jax.ShapeDtypeStruct((parts, *q.shape), kind), residual, residual],
@@ -85,6 +87,7 @@ def split_attention_triton(
         PAGE_ROWS=page_rows,
         HEAD_DIM=head_dim,
         FRESH_UNIT=0 if fresh is None else fresh_unit,
+        SCALED=isinstance(k_pool, Float8Rows),
         SCALE=scale * math.log2(math.e),
         BLOCK_R=block_rows,
         BLOCK_K=math.gcd(sizes.keys, page_rows, TILE),
@@ -93,6 +96,11 @@ def split_attention_triton(
     )
     o, m, total = merge_stacked(AttentionOutput(*found))
     return AttentionOutput(o.astype(q.dtype), m, total)
+
+
+def _parts(pool: Pool) -> tuple[Array, Array]:
+    """The numbers of a pool, and their scales; where it has none something that is not read."""
+    return (pool.values, pool.scales) if isinstance(pool, Float8Rows) else (pool, pool)
 
 
 def parts_of(entries: int, programs: int) -> int:

@@ -15,6 +15,8 @@ def attend(
     q,
     k_pool,
     v_pool,
+    k_scales,
+    v_scales,
     k_fresh,
     v_fresh,
     pages,
@@ -32,6 +34,7 @@ def attend(
     PAGE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FRESH_UNIT: tl.constexpr,
+    SCALED: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -40,8 +43,9 @@ def attend(
 ):
     """Attention over one of `PARTS` parts: `o`, `m` and `l` are `AttentionOutput` of each part.
 
-    `FRESH_UNIT` is 0 where there are no fresh rows; `BLOCK_D` holds `HEAD_DIM`, of which `DEPTH` numbers at a
-    time are multiplied for the scores.
+    `FRESH_UNIT` is 0 where there are no fresh rows. `SCALED` says that the pool has numbers of 8 bits, and a
+    scale for each head of each row. `BLOCK_D` holds `HEAD_DIM`, of which `DEPTH` numbers at a time are
+    multiplied for the scores.
     """
     part, row_block = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     kv_head, request = tl.program_id(1), tl.program_id(2)
@@ -70,8 +74,8 @@ def attend(
         start = ((of_layer + tl.maximum(page, 0)) * KV_HEADS + kv_head) * PAGE_ROWS + skipped
         out, most, total = _visit(
             out, most, total, q_tile, q_rows, exists,
-            k_pool + start * HEAD_DIM, v_pool + start * HEAD_DIM, live,
-            HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D, DEPTH,
+            k_pool + start * HEAD_DIM, v_pool + start * HEAD_DIM, k_scales + start, v_scales + start, live,
+            HEAD_DIM, HEAD_DIM, SCALED, SCALE, BLOCK_K, BLOCK_D, DEPTH,
         )  # fmt: skip
     if FRESH_UNIT > 0:
         for index in range(0, (end - begin) * BLOCKS):
@@ -82,8 +86,8 @@ def attend(
                 start = ((-page - 1).to(tl.int64) * FRESH_UNIT + skipped) * KV_HEADS + kv_head
                 out, most, total = _visit(
                     out, most, total, q_tile, q_rows, exists,
-                    k_fresh + start * HEAD_DIM, v_fresh + start * HEAD_DIM, live,
-                    KV_HEADS * HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D, DEPTH,
+                    k_fresh + start * HEAD_DIM, v_fresh + start * HEAD_DIM, k_scales, v_scales, live,
+                    KV_HEADS * HEAD_DIM, HEAD_DIM, False, SCALE, BLOCK_K, BLOCK_D, DEPTH,
                 )  # fmt: skip
 
     before = part * tl.num_programs(2).to(tl.int64) * QUERIES * heads
@@ -100,27 +104,38 @@ def _visit(
     exists,
     k_rows,
     v_rows,
+    k_scales,
+    v_scales,
     live,
     STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SCALED: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Take in `BLOCK_K` rows, of which the first `live` are; rows are `STRIDE` numbers apart."""
+    """Take in `BLOCK_K` rows, of which the first `live` are; rows are `STRIDE` numbers apart.
+
+    Where they are `SCALED`, keys are scaled as their scores are, and values before they are multiplied.
+    """
     row = tl.arange(0, BLOCK_K)
     k_at, lives = row * STRIDE, row < live
-    k_tile = _part(k_rows + k_at, 0, lives, HEAD_DIM, DEPTH)
+    k_tile = _part(k_rows + k_at, 0, lives, HEAD_DIM, DEPTH).to(q_tile.dtype)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     for deep in range(DEPTH, HEAD_DIM, DEPTH):
         q_part = _part(q_rows, deep, exists, HEAD_DIM, DEPTH)
-        k_part = _part(k_rows + k_at, deep, lives, HEAD_DIM, DEPTH)
+        k_part = _part(k_rows + k_at, deep, lives, HEAD_DIM, DEPTH).to(q_tile.dtype)
         scores = tl.dot(q_part, tl.trans(k_part), scores, input_precision="ieee")
+    if SCALED:
+        scores *= tl.load(k_scales + row, mask=lives, other=0.0).to(tl.float32)[None, :]
     scores = tl.where(lives[None, :], scores, float("-inf"))
     # Called from Python a kernel's function raises: that is all that its type says.
     p, decay, most = weights(scores, most, SCALE, False)  # pyright: ignore[reportGeneralTypeIssues]
     v_tile = _part(v_rows + k_at, 0, lives, HEAD_DIM, BLOCK_D)
+    if SCALED:
+        scales = tl.load(v_scales + row, mask=lives, other=0.0).to(tl.float32)
+        v_tile = (v_tile.to(tl.float32) * scales[:, None]).to(q_tile.dtype)
     out = tl.dot(p.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
     return out, most, total * decay + tl.sum(p, 1)
 

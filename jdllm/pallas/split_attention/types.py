@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.pallas.hopper import STRIP
+from jdllm.stored_rows import Float8Rows, rows_at
 
 Queries = Float[Array, "requests queries heads head_dim"]
-Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
+Pool = Float[Array, "layers pages kv_heads page_rows head_dim"] | Float8Rows
 Fresh = Float[Array, "fresh_rows kv_heads head_dim"]
 
 FRESH_UNIT = STRIP
@@ -39,9 +40,14 @@ def gathered(
     layer: Int[Array, ""] | int,
     pages: Int[Array, " entries"],
     fresh_unit: int,
+    dtype: jnp.dtype,
 ) -> Float[Array, "entries kv_heads page_rows head_dim"]:
-    """The rows of some entries of a table; those of an entry that lie beyond the last fresh row repeat it."""
-    stored = pool[layer, jnp.maximum(pages, 0)]
+    """The rows of some entries of a table; those of an entry that lie beyond the last fresh row repeat it.
+
+    Arguments:
+    - `dtype`: the type in which rows are returned that are stored in 8 bits.
+    """
+    stored = rows_at(pool, (layer, jnp.maximum(pages, 0)), dtype)
     if fresh is None:
         return stored
     row = fresh_unit * ~pages[:, None] + jnp.arange(pool.shape[3])

@@ -49,7 +49,7 @@ def split_attention_xla(
     layer = jnp.asarray(layer, jnp.int32)
 
     def rows_of(pool: Pool, fresh: Fresh | None, entries: Array) -> Array:
-        return gathered(pool, fresh, layer, entries, fresh_unit)
+        return gathered(pool, fresh, layer, entries, fresh_unit, q.dtype)
 
     def attend(request: Array) -> Carry:
         query = lax.dynamic_index_in_dim(q, request, keepdims=False)
