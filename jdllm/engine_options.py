@@ -33,6 +33,7 @@ else:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "xla")
 QUANTIZATIONS = ("int8", "int4", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 class Typed(NamedTuple):
@@ -123,6 +124,12 @@ class EngineOptions:
       step is planned and compiled within this memory before the step runs.
     - `kv_pool` (`None`: the rest): the part of this memory for the pool of keys and values. The rest is the
       memory that weights and the largest step leave, and 1 GiB on a CPU without `memory`.
+    - `kv_cache_dtype` ("auto"): type of the keys and values in the KV pool: that of the model (auto), or
+      floats of 8 bits, which are approximate (fp8). Those of 8 bits (E4M3) have a scale for each row and
+      key-value head, and the pool holds nearly twice the tokens of a model in 16 bits. A row is rounded
+      alone, so tokens are the same in any company. Steps without a cache read no pool. The keys of a
+      `verifier`, and keys in host memory, keep their type. Not with layers in host memory, which leave no
+      pool.
     - `host_memory` ("64GiB"): host memory that may be used if the device is too small. The memory is pinned;
       "0" is none. If the weights do not fit on the device, as many layers as fit stay there, and the other
       layers come to the device in every step. Then there is no KV pool, and no `score` or `logits`.
@@ -187,6 +194,7 @@ class EngineOptions:
     load_weights: bool = True
     memory: Annotated[_Bytes | None, Typed("BYTES")] = None
     kv_pool: Annotated[_Bytes | None, Typed("BYTES")] = None
+    kv_cache_dtype: Annotated[str, _one_of(KV_CACHE_DTYPES), Typed("|".join(KV_CACHE_DTYPES))] = "auto"
     host_memory: Annotated[int | str, _bytes(parse_host_memory), Typed("BYTES")] = DEFAULT_HOST_MEMORY
     max_num_batched_tokens: Annotated[_Count | None, Typed()] = None
     max_context: Annotated[_Count | None, Typed()] = None

@@ -23,6 +23,7 @@ from jdllm.models.hf_config import config_from_checkpoint, read_config
 from jdllm.models.spread import adapter_in_parts, card_bytes, in_parts, weight_shardings
 from jdllm.models.weights import Params, zero_params
 from jdllm.quantised import WeightForm
+from jdllm.stored_rows import KvCacheDtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,7 @@ def load_model(
     quantization: WeightForm | None = None,
     cards: int = 1,
     plain_drafts: bool = False,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> LoadedModel:
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
 
@@ -78,11 +80,14 @@ def load_model(
       and for none where layers go to host memory.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
     - `plain_drafts`: leave an adapter for drafts where it is.
+    - `kv_cache_dtype`: how keys and values are stored on the device.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.
     """
     path = resolve(model)
-    plain = dataclasses.replace(config_from_checkpoint(path, overrides), cards=cards)
+    plain = dataclasses.replace(
+        config_from_checkpoint(path, overrides), cards=cards, kv_cache_dtype=kv_cache_dtype
+    )
     dtype = resolve_dtype(path, plain, dtype)
     values = {**read_config(path), **overrides}
     config = plain.quantised(quantization or default_form(path, plain, values, adapter))

@@ -35,6 +35,7 @@ from jdllm.serving.adaptive.verifier import Verifier, load_verifier
 from jdllm.serving.adaptive.verifier_keys import verifier_bytes
 from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine
+from jdllm.stored_rows import KvCacheDtype
 
 
 class Resident(NamedTuple):
@@ -178,13 +179,16 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             quantization=_quantization(options),
             cards=options.devices,
             plain_drafts=options.plain_drafts,
+            kv_cache_dtype=_kv_cache_dtype(options),
         )
     if options.dtype != "auto" or options.hf_overrides or options.adapter or not options.load_weights:
         raise ConfigError(
             "dtype, hf_overrides, adapter and load_weights are for checkpoints: a Transformer has its own"
         )
     params = options.model.params()
-    config = dataclasses.replace(options.model.config, cards=options.devices)
+    config = dataclasses.replace(
+        options.model.config, cards=options.devices, kv_cache_dtype=_kv_cache_dtype(options)
+    )
     config = config.quantised(_quantization(options))
     whole_layers = keeps_whole(config, dtypes_of(params).weights.name)
     if options.devices == 1:
@@ -195,6 +199,10 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
 
 def _quantization(options: EngineOptions) -> WeightForm | None:
     return cast(WeightForm | None, options.quantization)
+
+
+def _kv_cache_dtype(options: EngineOptions) -> KvCacheDtype:
+    return cast(KvCacheDtype, options.kv_cache_dtype)
 
 
 def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifier | None:

@@ -2,8 +2,9 @@
 
 `python3 -m tests.several_cards FAMILY CASES CARDS...` prints a line of JSON for each number of cards: tokens
 of the cases, "all" or names with commas between them, evaluations, logits, and how many executables were
-compiled, and how many the directory `JDLLM_TEST_KEPT` had, if it is set. "long" and "all long" are cases
-whose steps cards with whole layers deal out.
+compiled, and how many the directory `JDLLM_TEST_KEPT` had, if it is set. FAMILY may name a verifier behind a
+plus sign, and a type of stored keys behind a colon. "long" and "all long" are cases whose steps cards with
+whole layers deal out.
 """
 
 import json
@@ -99,6 +100,7 @@ def outputs_of(llm: LLM, wanted: str) -> dict[str, list[RequestOutput]]:
 def main(family: str, wanted: str, counts: list[int]) -> None:
     if jax.default_backend() == "cpu":  # where most of the time is compiling
         jax.config.update("jax_disable_most_optimizations", True)
+    family, _, kv_cache_dtype = family.partition(":")
     family, _, verifier = family.partition("+")
     path = checkpoint_path() if family == "demo" else Golden(family).directory
     options: dict[str, Any] = {"verifier": Golden(verifier).directory} if verifier else {}
@@ -112,6 +114,7 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             max_num_batched_tokens=1024 if wanted in LONG else 256,
             kv_pool="16MiB",
             whole_layers=wanted in LONG and cards > 1,
+            kv_cache_dtype=kv_cache_dtype or "auto",
             **options,
         ) as llm:
             prompt = (LONG_PROMPTS if wanted in LONG else PROMPTS)[1]

@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from jdllm.checkpoints.index import DTYPES as STORED
 from jdllm.cli import app
 from jdllm.declarations import descriptions
-from jdllm.engine_options import DTYPES, KERNELS, QUANTIZATIONS, EngineOptions
+from jdllm.engine_options import DTYPES, KERNELS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineOptions
 from jdllm.errors import ConfigError
 from jdllm.harness.translation import read_model_arguments
 from jdllm.llm import LLM
 from jdllm.pallas.device import Kernels
 from jdllm.quantised import WeightForm
+from jdllm.stored_rows import KvCacheDtype
 from tests.cli.helpers import assert_mistake
 from tests.helpers import ROOT
 
@@ -37,6 +38,7 @@ OTHERS: dict[str, Any] = {
     "load_weights": False,
     "memory": "24GiB",
     "kv_pool": 1 << 30,
+    "kv_cache_dtype": "fp8",
     "host_memory": "0",
     "max_num_batched_tokens": 96,
     "max_context": 4096,
@@ -121,6 +123,7 @@ def test_other_values_than_the_default_are_taken_as_they_are(name: str):
     [
         ("dtype", "int8", "one of 'auto', 'float32', 'bfloat16', 'float16'"),
         ("kernels", "cuda", "one of 'auto', 'triton', 'xla'"),
+        ("kv_cache_dtype", "fp8_e5m2", "one of 'auto', 'fp8'"),
         ("memory", "24 Gb of it", "bytes such as 17179869184, '24G' or '24GiB'"),
         ("kv_pool", 0, "bytes such as 17179869184, '24G' or '24GiB'"),
         ("max_context", 1.5, "a positive integer"),
@@ -138,6 +141,7 @@ def test_a_value_that_no_model_has_is_told(name: str, value: Any, expected: str)
 def test_choices_are_those_of_who_reads_them():
     assert get_args(Kernels) == KERNELS
     assert get_args(WeightForm) == QUANTIZATIONS
+    assert get_args(KvCacheDtype) == KV_CACHE_DTYPES
     assert {"auto", *(dtype.name for dtype in STORED.values())} == set(DTYPES)
 
 

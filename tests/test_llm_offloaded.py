@@ -89,6 +89,8 @@ def test_what_fits_nowhere_is_refused_in_one_line(checkpoint: Path):
         small(checkpoint, 6, host_memory=needed - 1)
     with pytest.raises(MemoryBudgetError, match=r"no context fits"):
         small(checkpoint, 6, host_memory="0")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8', .* layers would be in host memory"):
+        small(checkpoint, 6, kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="lower kv_pool"):
         small(checkpoint, 6, kv_pool="2MiB")
     with pytest.raises(MemoryBudgetError, match="needs at least"):

@@ -43,6 +43,8 @@ def on_cards(family: str, cases: str, *counts: int) -> list[dict[str, Any]]:
         slow("sdar", "all", (1, 4)),
         slow("demo", CASES, (1, 8)),
         slow("nemotron_labs_diffusion", "drafted", (1, 2)),
+        slow("llama:fp8", "greedy", (1, 4)),
+        slow("llada:fp8", "dual,head_sparse", (1, 2)),
     ],
 )
 def test_tokens_are_those_of_one_card(family: str, cases: str, counts: tuple[int, ...]):

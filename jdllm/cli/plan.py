@@ -164,6 +164,7 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
         host = 0  # what is in host memory belongs to one card
     read = given["hf_overrides"], given["dtype"], given["devices"], given["quantization"]
     model, dtype = _model(config, *read)
+    model = dataclasses.replace(model, kv_cache_dtype=given["kv_cache_dtype"])
     workload = Workload(
         model.on_card(),
         dtype,

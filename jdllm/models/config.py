@@ -10,6 +10,7 @@ from jdllm.models.quantization import quantization_of
 from jdllm.models.rotary import RopeConfig
 from jdllm.noise import LANES
 from jdllm.quantised import WeightForm
+from jdllm.stored_rows import KvCacheDtype
 
 LARGEST_SIZE = 2**31 - 1
 """No size or id is larger: devices count in 32 bits."""
@@ -82,6 +83,8 @@ class ModelConfig:
     - `kv_copies`: of one card's part: how many cards have its key-value heads, each with other queries.
     - `quantization`: the form of the matrices of layers on the device (`jdllm.quantised`). `None` for
       matrices of the same type as all other weights.
+    - `kv_cache_dtype`: how keys and values are stored on the device (`jdllm.stored_rows`): "auto" for the
+      type of the model, "fp8" for floats of 8 bits with a scale for each row and head.
     """
 
     family: str
@@ -115,6 +118,7 @@ class ModelConfig:
     own_ids: int | None = None
     kv_copies: int = 1
     quantization: WeightForm | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     def on_card(self) -> "ModelConfig":
         """The part that each of `cards` cards has: as many layers, and a part of heads, widths and ids.

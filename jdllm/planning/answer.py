@@ -76,14 +76,16 @@ class StepQuestion:
     def engine(self) -> Account | None:
         """The account of the engine that was asked for; `None` where the budget has room for no step.
 
-        Raises `ConfigError` for a size that was asked for and does not fit.
+        Raises `ConfigError` for a size that was asked for and does not fit, and for a pool in 8 bits that
+        has no room.
         """
         try:
             return self.account()
         except MemoryBudgetError:
             return None
         except ConfigError:
-            if any(self.sizes.get(name) for name in ("max_context", "kv_pool")):
+            asked = any(self.sizes.get(name) for name in ("max_context", "kv_pool"))
+            if asked or self.workload.config.kv_cache_dtype != "auto":
                 raise
             return None
 

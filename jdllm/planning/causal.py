@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
+from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import prefill_chunk
 from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, plan_layered
@@ -88,5 +88,5 @@ def plan_causal(
 
 def _token_seconds(workload: Workload, account: Account, rates: Rates, tokens: int) -> float:
     """Estimated by the bytes that are read on the device."""
-    keys = pool_bytes(workload.config, workload.dtype, 1, PAGE_ROWS) * tokens // PAGE_ROWS
+    keys = account.page_bytes * tokens // PAGE_ROWS
     return (account.weights + keys) / (rates.decode or rates.bytes)

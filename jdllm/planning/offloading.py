@@ -41,7 +41,9 @@ def account_with_offloading(
     - `max_context`: the longest sequence that must fit; by default as long as the largest step.
     - `kv_pool`: bytes of the pool, 0 for none; by default all that is left.
 
-    Raises what `make_account` raises, and `DoesNotFitError` where host memory is too small for the rest.
+    Raises what `make_account` raises, `DoesNotFitError` where host memory is too small for the rest, and
+    `ConfigError` for a model whose keys are to be stored in 8 bits: beside layers in host memory there is no
+    pool.
     """
     account = functools.partial(
         make_account,
@@ -106,6 +108,11 @@ def _budget(account: Account) -> Budget:
 
 
 def _checked(account: Account, config: ModelConfig, dtype: str, budget: Budget) -> Account:
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, which is for a model on its device, and"
+            f" {account.offloaded} layers would be in host memory: raise memory"
+        )
     needed = host_weight_bytes(config, dtype, account.offloaded)
     if needed > budget.host:
         raise DoesNotFitError(

@@ -5,7 +5,7 @@ import functools
 from typing import NamedTuple
 
 from jdllm.decoding.prefilling import Prefilling
-from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.weights import param_bytes
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import fine_bucket, row_bucket
@@ -186,8 +186,7 @@ class _Planned:
 
     def steps(self, question: Question, rows: int) -> StagePlan:
         """The steps of the answer, which read the weights and the stored keys and values."""
-        config = self._workload.config
-        keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows
-        read = self._weights + keys * (4 if self._workload.dtype == "float32" else 2)
+        page_bytes = pool_bytes(self._workload.config, self._workload.dtype, 1, PAGE_ROWS)
+        read = self._weights + page_bytes * rows / PAGE_ROWS
         block = self.stage("answer", question.gen_length, question.block_length, question.block_length)
         return block._replace(seconds=question.gen_length * read / self._rates.bytes)

@@ -59,6 +59,21 @@ def test_quantised_weights_are_counted_as_they_are_kept(llada: Path):
 
 
 @pytest.mark.slow
+def test_a_pool_in_8_bits_is_counted_as_it_is_kept(llada: Path):
+    """Heads of 128 numbers: a byte for each, and two bytes for each head of a row."""
+    options = "--dtype", "bfloat16", "--cache-policy", "dual"
+    plain, rounded = (
+        facts(llada, *options, "--kv-cache-dtype", form, context=4096)["kv_pool_bytes"]
+        for form in ("auto", "fp8")
+    )
+    assert rounded * 2 * 128 == plain * (128 + 2)
+    for asked in (("--cache-policy", "dual"), ()):
+        refused = invoke(llada, *asked, "--kv-cache-dtype", "fp8", "--memory", "8GiB")
+        assert refused.exit_code == 2
+        assert "--kv-cache-dtype is 'fp8', which is for a model on its device" in refused.output
+
+
+@pytest.mark.slow
 def test_layers_in_host_memory_are_in_no_few_bits_that_nobody_asked_for(llada: Path, tmp_path: Path):
     values, config = json.loads((llada / "config.json").read_text()), config_from_hf(llada)
     words = {"quant_method": "jdllm", "format": "int4"}

@@ -1,13 +1,16 @@
 """What the stages measure and store on the device, beside what the published code was recorded to find."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdllm.compiling.executables import Executables
 from jdllm.execution.paged.parts import PackedParts, forward_parts
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import Wanted, final_norm
@@ -22,7 +25,11 @@ from jdllm.serving.engine import Engine
 from jdllm.serving.long.request import LongRequest
 from jdllm.serving.long.stages import Retain
 from jdllm.serving.part_packing import Read, packed_rows, table_of
+from jdllm.stored_rows import Float8Rows
+from tests.engines import engine_of
 from tests.prefilling.asking import (
+    PAGES,
+    ROWS,
     all_free,
     asked,
     driven,
@@ -38,6 +45,7 @@ from tests.prefilling.oracle import OPEN
 from tests.prefilling.oracle_cache import Retention, retention_scores
 from tests.prefilling.oracle_model import Model
 from tests.prefilling.recorded import Case, case_names, model
+from tests.rounding import rounded_as_stored
 
 QUICK = ("best47", "sparse_per_head")
 EVERY_CASE = pytest.mark.parametrize(
@@ -75,6 +83,7 @@ def rows_of(engine: Engine, request: LongRequest, layer: int, count: int) -> lis
     assert request.layout is not None
     pages, found = engine.pool.pages_of(request.id), []
     for tensor in pool_of(engine):
+        tensor = tensor.wide(jnp.dtype("float32")) if isinstance(tensor, Float8Rows) else tensor
         parts = []
         for part, rows in enumerate(request.layout.part_rows):
             at = request.page_of_part(part)
@@ -90,6 +99,24 @@ def rotated(keys: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray
     turn = np.exp(1j * positions[:, None] * theta ** (-np.arange(half) / half))[:, None]
     pairs = (keys[..., :half] + 1j * keys[..., half:]) * turn
     return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+@pytest.mark.slow
+def test_in_8_bits_they_are_rounded(executables: Executables):
+    """In the first layer, whose rows have seen nothing yet; rounding chooses no other chunks in this run."""
+    name = "sparse_per_head"
+    config = dataclasses.replace(CONFIG, kv_cache_dtype="fp8")
+    engine = engine_of(model_of(FAMILY)[0], config, executables, ROWS, pages=PAGES)
+    case, request = Case(name), prepared(engine, name)
+    recorded = {t: case[f"kv_build.{t}_first"] for t in "kv"}
+    shape = (-1, config.num_kv_heads, config.head_dim)
+    keys, values = rows_of(engine, request, 0, len(recorded["k"]))
+    positions = case["decode_positions"][: len(keys)]
+    plain = rotated(recorded["k"].reshape(shape), positions, model().theta), recorded["v"].reshape(shape)
+    for found, expected in zip((keys, values), plain, strict=True):
+        # Recorded numbers are near ours, and may lie on the other side of a bound between two in 8 bits.
+        assert np.isclose(found, rounded_as_stored(expected), rtol=1e-6).mean() > 0.999
+    leave(engine, request)
 
 
 @EVERY_CASE

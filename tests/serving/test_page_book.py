@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jdllm.errors import JdllmError, KvPoolError
-from jdllm.execution.paged.pool import pool_bytes, pool_shape
+from jdllm.execution.paged.pool import empty_pool, pool_bytes, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, split_attention
 from jdllm.serving.pool.page_book import PageBook
@@ -325,6 +325,12 @@ class TestBytes:
         assert shape == (3, 2, 5, page_rows, 7)
         taken = sum(np.zeros(shape, jnp.dtype(dtype)).nbytes for _ in "kv")
         assert pool_bytes(config, dtype, 2, page_rows) == taken
+        config = dataclasses.replace(config, kv_cache_dtype="fp8")
+        arrays = jax.tree.leaves(empty_pool(config, 2, page_rows, dtype))
+        assert {x.shape for x in arrays} == {shape, shape[:-1]}
+        # A byte for each number, and two for each head of a row.
+        assert pool_bytes(config, dtype, 2, page_rows) == sum(x.nbytes for x in arrays)
+        assert pool_bytes(config, dtype, 2, page_rows) == 2 * 2 * 3 * 5 * page_rows * (7 + 2)
 
 
 class TestErrors:

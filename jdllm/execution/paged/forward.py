@@ -33,6 +33,7 @@ from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.split_attention import PageTable, fresh_unit_of, split_attention
+from jdllm.stored_rows import as_read
 
 _Carry = tuple[Hidden, KvArrays]
 _Body = Callable[[_Carry, Layer], _Carry]
@@ -130,7 +131,10 @@ class StoredPages(NamedTuple):
     def attend(self, layer: Layer, h: Hidden) -> tuple[Array, KvArrays]:
         k, v, q = layer.project(h, self.pages.rotation, ("k", "v", "q"))
         # Written before it is read: else the compiler would have to read a copy.
-        pool = store_rows(self.pages.pool, layer.number, self.place, k, v)
+        before = self.pages.pool
+        stored = (jnp.asarray(self.place.page) < before.k.shape[1])[:, None]
+        pool = store_rows(before, layer.number, self.place, k, v)
+        k, v = (as_read(half, rows, stored) for half, rows in zip(before, (k, v), strict=True))
         scale = layer.config.attention_scale
         return self.pages._replace(pool=pool).over(q, k, v, layer=layer.number, scale=scale), pool
 

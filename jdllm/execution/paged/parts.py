@@ -6,6 +6,7 @@ at other positions where asked.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -23,6 +24,7 @@ from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput, merge
 from jdllm.pallas.split_attention import PageTable, split_attention
+from jdllm.stored_rows import as_read, as_stored
 
 
 class Storage(NamedTuple):
@@ -91,6 +93,7 @@ class PartRows(NamedTuple):
         pool = _store(layer, self.parts.storage, self.pool, k, v)
         q, k = (turned(name, x, self.ranges.rotation) for name, x in (("q", q), ("k", k)))
         own = None if self.parts.own is None else (self.parts.own, k, v)
+        k, v = _as_read(self.parts, self.pool, k, v)
         return _outputs(layer, q, self.ranges._replace(keys_values=(k, v)), own, self.parts, pool), pool
 
 
@@ -138,6 +141,7 @@ def forward_parts(
         pool = _store(layer, parts.storage, pool, k, v)
         k = turned("k", k, ranges.rotation)
         own = None if parts.own is None else (jnp.asarray(parts.own)[rows] & live, k[rows], v[rows])
+        k, v = _as_read(parts, pool, k, v)
         seen = ranges_of_wanted(ranges, parts.wanted, (k, v))
         return layer.apply(h[rows], WantedRows(seen, own, parts, pool))[0], pool
 
@@ -215,6 +219,13 @@ def _of_itself(q: Heads, own: Bool[Tensor, " rows"], k: Heads, v: Heads, scale: 
     )
 
 
+def _as_read(parts: PackedParts, pool: KvArrays | None, k: Heads, v: Heads) -> tuple[Heads, Heads]:
+    """Rotated keys and values of all rows, as others will read those that parts store."""
+    if parts.storage is None or pool is None:
+        return k, v
+    return as_read(pool.k, k), as_read(pool.v, v)
+
+
 def _store(
     layer: Layer, storage: Storage | None, pool: KvArrays | None, k: Heads, v: Heads
 ) -> KvArrays | None:
@@ -234,17 +245,17 @@ def _store(
     by_slot = jnp.moveaxis(k, 1, 2).reshape(cos.shape[0], k.shape[1], k.shape[3])
     rotated = rotate(by_slot, cos, sin).reshape(k.shape[0], k.shape[2], k.shape[1], k.shape[3])
     k = jnp.moveaxis(rotated, 2, 1)
+    stored = KvArrays(as_stored(pool.k, k), as_stored(pool.v, v))
     if storage.kept is not None:
         slot = jnp.arange(k.shape[2], dtype=jnp.int32)
-        new = (slot >= jnp.asarray(storage.kept)[:, None])[:, None, :, None]
-        k, v = (
-            jnp.where(new, rows.astype(x.dtype), x.at[number, storage.page].get(mode="clip"))
-            for x, rows in zip(pool, (k, v), strict=True)
-        )
+        new = (slot >= jnp.asarray(storage.kept)[:, None])[:, None, :]
+
+        def keep(x: Array, rows: Array) -> Array:
+            before = x.at[number, storage.page].get(mode="clip")
+            return jnp.where(new.reshape(*new.shape, *(1,) * (rows.ndim - new.ndim)), rows, before)
+
+        stored = jax.tree.map(keep, pool, stored)
     # Only a scatter of unique indices is plain stores.
-    return KvArrays(
-        *(
-            x.at[number, storage.page].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
-            for x, rows in zip(pool, (k, v), strict=True)
-        )
+    return jax.tree.map(
+        lambda x, rows: x.at[number, storage.page].set(rows, mode="drop", unique_indices=True), pool, stored
     )

@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.models.layer import LayerNumber
+from jdllm.stored_rows import as_stored
 
 
 class Place(NamedTuple):
@@ -24,9 +26,8 @@ def store_rows(pool: KvArrays, layers: LayerNumber | slice, place: Place, k: Arr
     - `place`: no two rows in the same place.
     - `layers`: one, of which `k` and `v` are `[rows, kv_heads, head_dim]`, or all: `[rows, layers, ...]`.
     """
-    return KvArrays(
-        *(
-            x.at[layers, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
-            for x, rows in zip(pool, (k, v), strict=True)
-        )
+    return jax.tree.map(
+        lambda x, rows: x.at[layers, place.page, :, place.row].set(rows, mode="drop", unique_indices=True),
+        pool,
+        KvArrays(as_stored(pool.k, k), as_stored(pool.v, v)),
     )

@@ -7,6 +7,7 @@ mean query. Sources: Sparse-dLLM (one score for all heads) and dLLM-Serve (one f
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
@@ -14,12 +15,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from jdllm.arrays import Tensor
 from jdllm.models.cards import of_copies, summed
 from jdllm.pallas.split_attention import PageTable
+from jdllm.stored_rows import Float8Rows, as_stored
 
 Queries = Float[Array, "rows heads head_dim"]
 QueriesOf = Queries | Callable[[Int[Array, " some"]], Queries]
 """Queries of all packed rows, or what makes those of some rows."""
 Keys = Float[Array, "rows kv_heads head_dim"]
-Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
+Pool = Float[Array, "layers pages kv_heads page_rows head_dim"] | Float8Rows
 Order = Int32[Array, "kv_heads candidates"]
 Sources = Int32[Array, "entries #kv_heads page_rows"]
 
@@ -173,15 +175,12 @@ def store(
     """
     head = jnp.arange(k.shape[1])[:, None]
     # Only a scatter of unique indices is plain stores; others exchange and compare every element.
-    pool_k, pool_v = (
-        pool.at[layer, page].set(
-            rows.at[source, head].get(mode="promise_in_bounds").astype(pool.dtype),
-            mode="drop",
-            unique_indices=True,
-        )
-        for pool, rows in ((pool_k, k), (pool_v, v))
+    k, v = (rows.at[source, head].get(mode="promise_in_bounds") for rows in (k, v))
+    return jax.tree.map(
+        lambda x, rows: x.at[layer, page].set(rows, mode="drop", unique_indices=True),
+        (pool_k, pool_v),
+        (as_stored(pool_k, k), as_stored(pool_v, v)),
     )
-    return pool_k, pool_v
 
 
 def _mean_queries(

@@ -11,6 +11,7 @@ from jdllm.execution.paged.pool import KvArrays
 from jdllm.models.block import RowInts
 from jdllm.models.layer import Heads, KeysValues, LayerNumber
 from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
+from jdllm.stored_rows import rows_at
 
 GATHERED_KEYS = 16384
 """Keys that exist beside the pool at a time."""
@@ -27,11 +28,16 @@ class StoredKeys(NamedTuple):
     valid: Int[Tensor, " entries"]
 
 
-def gathered_keys(keys: StoredKeys, pool: KvArrays, number: LayerNumber) -> KeysValues:
-    """The rows of some pages of one layer; values that are not live are zero, whatever was there."""
+def gathered_keys(keys: StoredKeys, pool: KvArrays, number: LayerNumber, dtype: jnp.dtype) -> KeysValues:
+    """The rows of some pages of one layer; values that are not live are zero, whatever was there.
+
+    Arguments:
+    - `dtype`: the type in which rows are returned that are stored in 8 bits.
+    """
     pages = jnp.asarray(keys.pages)
     live = jnp.arange(pool.k.shape[3]) < jnp.asarray(keys.valid)[:, None]
-    by_page = pool.k[number, pages], jnp.where(live[:, None, :, None], pool.v[number, pages], 0)
+    stored_k, stored_v = (rows_at(half, (number, pages), dtype) for half in pool)
+    by_page = stored_k, jnp.where(live[:, None, :, None], stored_v, 0)
     k, v = (jnp.moveaxis(x, 1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in by_page)
     return k, v
 
@@ -55,12 +61,14 @@ def over_stored_keys(
     at_once = GATHERED_KEYS // page_rows
     start, end = jnp.asarray(start), jnp.asarray(end)
     if len(keys.pages) <= at_once:
-        return AttentionOutput(*attention(q, *gathered_keys(keys, pool, number), start, end, scale=scale))
+        return AttentionOutput(
+            *attention(q, *gathered_keys(keys, pool, number, q.dtype), start, end, scale=scale)
+        )
     missing = -len(keys.pages) % at_once
     pages, valid = (jnp.pad(jnp.asarray(x), (0, missing)).reshape(-1, at_once) for x in keys)
 
     def turn(index: Array, before: AttentionOutput) -> AttentionOutput:
-        part = gathered_keys(StoredKeys(pages[index], valid[index]), pool, number)
+        part = gathered_keys(StoredKeys(pages[index], valid[index]), pool, number, q.dtype)
         bounds = (jnp.clip(x - index * GATHERED_KEYS, 0, GATHERED_KEYS) for x in (start, end))
         found = AttentionOutput(*attention(q, *part, *bounds, scale=scale))
         return merge([before, found])

@@ -25,7 +25,7 @@ _CLEANED = 64
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _zeroed(pool: KvArrays, pages: Int[np.ndarray, " pages"]) -> KvArrays:
-    return KvArrays(*(x.at[:, pages].set(0, mode="drop") for x in pool))
+    return jax.tree.map(lambda x: x.at[:, pages].set(0, mode="drop"), pool)
 
 
 class KvPool:
@@ -77,7 +77,7 @@ class KvPool:
             jax.block_until_ready(self.arrays)
         except Exception:
             return True
-        return self.arrays.k.is_deleted() or self.arrays.v.is_deleted()
+        return any(x.is_deleted() for x in jax.tree.leaves(self.arrays))
 
     def entries(self, tiles: int) -> int:
         """Entries of the page table of so many tiles: requests of up to two tiles may fill the pool."""
