@@ -41,25 +41,32 @@ def memory(config: ModelConfig) -> int:
     return param_bytes(config, "float32") + POOL + room
 
 
-def limited(model: Transformer, memory: int) -> LLM:
-    return LLM(model, memory=memory, host_memory=0, kv_pool=POOL, max_num_batched_tokens=WHOLE_ROWS)
+def limited(model: Transformer, memory: int, keys: str = "auto") -> LLM:
+    options = {"memory": memory, "host_memory": 0, "kv_pool": POOL, "max_num_batched_tokens": WHOLE_ROWS}
+    return LLM(model, kv_cache_dtype=keys, **options)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("keys", "options"),
     [
-        {"cache": "dual"},
-        {"cache": "head_sparse", "retention": 0.5},
-        {"cache": "sparse", "retention": 0.5, "block_length": 40, "gen_length": 40},
-        {"cache": "prefix"},
+        ("auto", {"cache": "dual"}),
+        ("auto", {"cache": "head_sparse", "retention": 0.5}),
+        ("auto", {"cache": "sparse", "retention": 0.5, "block_length": 40, "gen_length": 40}),
+        ("auto", {"cache": "prefix"}),
+        ("fp8", {"cache": "dual"}),
     ],
 )
-def test_a_cut_refresh_gives_the_tokens_of_a_whole_one(model: Transformer, memory: int, options: dict):
+def test_a_cut_refresh_gives_the_tokens_of_a_whole_one(
+    model: Transformer, memory: int, keys: str, options: dict
+):
     sampling = dataclasses.replace(SAMPLING, **options)
     (cut,), (whole,) = (
         llm.generate(prompt_token_ids=[PROMPT], sampling=sampling)
-        for llm in (limited(model, memory), LLM(model, max_num_batched_tokens=ROWS))
+        for llm in (
+            limited(model, memory, keys),
+            LLM(model, max_num_batched_tokens=ROWS, kv_cache_dtype=keys),
+        )
     )
     np.testing.assert_array_equal(cut.history, whole.history)
 
