@@ -11,14 +11,14 @@ from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.merge import merge_partials
 from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
-from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
+from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, PlainPool, Queries
 from jdllm.pallas.split_attention.work import Shape
 
 
 def split_attention_mosaic_gpu(
     q: Queries,
-    k_pool: Pool,
-    v_pool: Pool,
+    k_pool: PlainPool,
+    v_pool: PlainPool,
     table: PageTable,
     *,
     fresh: tuple[Fresh, Fresh] | None = None,

@@ -11,7 +11,8 @@ from jdllm.pallas.hopper import STRIP
 from jdllm.stored_rows import Float8Rows, rows_at
 
 Queries = Float[Array, "requests queries heads head_dim"]
-Pool = Float[Array, "layers pages kv_heads page_rows head_dim"] | Float8Rows
+PlainPool = Float[Array, "layers pages kv_heads page_rows head_dim"]
+Pool = PlainPool | Float8Rows
 Fresh = Float[Array, "fresh_rows kv_heads head_dim"]
 
 FRESH_UNIT = STRIP
