@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import pytest
 
 from jdllm.decoding.sampling import SamplingParams
@@ -31,7 +32,7 @@ def test_a_lost_pool_is_computed_again(mode: Any, parts: int, monkeypatch: pytes
 
         def failing(requests: Any, steps: int) -> Any:
             def fail() -> Any:
-                engine.pool.device().k.delete()
+                jax.tree.leaves(engine.pool.device())[0].delete()
                 raise RuntimeError("the device failed")
 
             return launch(requests, steps)._replace(run=fail)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -167,7 +168,7 @@ def test_a_lost_pool_is_computed_again(build: Build, config: ModelConfig, monkey
         def fail() -> Any:
             pool = engine.pool.arrays
             assert pool is not None
-            pool.k.delete()
+            jax.tree.leaves(pool)[0].delete()
             raise RuntimeError("the device failed")
 
         return out._replace(run=fail) if failing[0] else out

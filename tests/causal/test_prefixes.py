@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,6 +73,6 @@ def test_what_is_no_number_leaves_the_pool(params: Params, config: ModelConfig, 
         run(engine, [(broken, FREE)], config)
     pool = engine.pool.arrays
     assert pool is not None
-    assert not any(bool(jnp.isnan(x).any()) for x in pool)
+    assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(pool))
     [request] = run(engine, [(prompt(60), FREE)], config)
     assert answers([request]) == [greedy(oracle, prompt(60), 9)]

@@ -357,4 +357,5 @@ def test_stored_rows_take_the_type_of_the_pool():
     slots = slots_of(selection, table_for(np.array([1]), np.array([1])), PAGE_ROWS)
     _, got = store(pool, pool, 0, k, 2 * k, slots.page, slots.source)
     expected = 2 * k[selection.row[:3]].astype(jnp.bfloat16)
-    np.testing.assert_array_equal(got[0, 1, :, :3].swapaxes(0, 1), expected)
+    stored = np.asarray(got)[0, 1, :, :3].swapaxes(0, 1)
+    np.testing.assert_array_equal(stored, expected)

@@ -94,7 +94,7 @@ def failing(engine: Engine, kind: Kind, lost: bool, monkeypatch: pytest.MonkeyPa
         def fail() -> Any:
             pool = engine.pool.arrays
             if lost and pool is not None:
-                pool.k.delete()
+                jax.tree.leaves(pool)[0].delete()
             raise RuntimeError("the device failed")
 
         return made._replace(run=fail)
@@ -231,7 +231,7 @@ def poison(engine: Engine) -> None:
                 valid = np.zeros(len(held), int)
         live[held] = True if valid is None else np.arange(PAGE_ROWS) < np.resize(valid, len(held))[:, None]
     keep = live[None, :, None, :, None]
-    cache.arrays = KvArrays(*(jnp.where(keep, x, jnp.nan) for x in cache.arrays))
+    cache.arrays = jax.tree.map(lambda x: jnp.where(keep, x, jnp.nan), cache.arrays)
 
 
 @pytest.mark.slow

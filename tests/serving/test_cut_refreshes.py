@@ -261,7 +261,7 @@ def failed(pending: Any, engine: Engine, *, lost: bool) -> Any:
     ran: Future[Any] = Future()
     ran.set_exception(RuntimeError("the executable failed"))
     if lost:
-        for array in engine.pool.device():
+        for array in jax.tree.leaves(engine.pool.device()):
             array.delete()
     return ran
 

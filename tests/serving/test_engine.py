@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -160,7 +161,7 @@ class Failing:
             def fail() -> Any:
                 pool = engine.pool.arrays
                 if kind is Kind.REFRESH and pool is not None:
-                    pool.k.delete()
+                    jax.tree.leaves(pool)[0].delete()
                 raise RuntimeError("the device failed")
 
             return launched._replace(run=fail)

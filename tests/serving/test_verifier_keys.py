@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -158,7 +159,7 @@ def test_stored_keys_that_a_failure_took_are_stored_again(monkeypatch: pytest.Mo
 
     def failing(requests: list[Request], max_steps: int) -> Launch:
         def run() -> Array:
-            keys.pool.device().k.delete()
+            jax.tree.leaves(keys.pool.device())[0].delete()
             raise RuntimeError("the device failed")
 
         return Launch(run, [request.candidates() for request in requests], [None] * len(requests))
