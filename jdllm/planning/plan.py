@@ -84,8 +84,9 @@ class Workload:
         return kept(self._sampling(), context)
 
     def kv_pool_bytes(self, context: int) -> int:
-        """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
-        if not self.caches:
+        """Bytes of the keys and values of all layers that the cache policy keeps of so many tokens, in whole
+        pages; 0 for no tokens, of which nothing is kept."""
+        if not (self.caches and context):
             return 0
         pages = 1 + -(-self.stored_rows(context) // PAGE_ROWS)  # one is scratch
         return pool_bytes(self.config, self.dtype, pages, PAGE_ROWS)
@@ -164,7 +165,10 @@ class MemoryPlan(StepPlan):
 
 
 class Bucket(NamedTuple):
-    """Tokens, and the compiled sizes that hold them and their masked rows."""
+    """Tokens, and the compiled sizes that hold them and their masked rows.
+
+    A step beside a pool has no tokens of its own: `context` is 0, for the pool is planned elsewhere.
+    """
 
     context: int
     rows: int

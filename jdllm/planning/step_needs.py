@@ -86,7 +86,7 @@ class StepNeeds:
     def full(self, rows: int, room: StepRoom) -> int:
         """Bytes of a full step of `rows` rows that is cut to fit, whatever is sampled."""
         return max(
-            _step_bytes(plan_bucket(self.workload(level), whole_bucket(rows), room, self.tiers))
+            plan_bucket(self.workload(level), whole_bucket(rows), room, self.tiers).step_bytes
             for level in Level
         )
 
@@ -112,7 +112,7 @@ def _whole(needs: StepNeeds, rows: int, logits_rows: int) -> int:
         dataclasses.replace(needs.workload(level), cache_policy="dual", max_num_logits=logits_rows)
         for level in Level
     )
-    return max(_step_bytes(plan_bucket(workload, whole_bucket(rows), UNLIMITED)) for workload in workloads)
+    return max(plan_bucket(workload, whole_bucket(rows), UNLIMITED).step_bytes for workload in workloads)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,16 +122,12 @@ def _refresh_fits(needs: StepNeeds, rows: int, device: int) -> bool:
     return all(needs.refresh(bucket, room, level).fits for level in Level)
 
 
-def _step_bytes(plan: StepPlan) -> int:
-    return plan.activation.peak_bytes + plan.batch_bytes
-
-
 def compiled_rows(rows: int) -> int:
     """The rows that are planned for a step of `rows`: its bucket, in whole tiles."""
     return max(row_bucket(rows), -(-rows // TILE) * TILE)
 
 
 def whole_bucket(rows: int) -> Bucket:
-    """A step of `rows` rows that all may meet the head."""
+    """A step of `rows` rows beside a pool, all of which may meet the head."""
     rows = compiled_rows(rows)
     return Bucket(0, rows, head_bucket(rows))
