@@ -1,9 +1,11 @@
 """Rings of stages in shared memory, through which one warpgroup of a block passes operands to the others."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
@@ -52,6 +54,30 @@ def drain(steps: Int[Array, ""], stages: int, *free: Any) -> None:
             plgpu.barrier_wait(barriers.at[lax.rem(step, jnp.int32(stages))])
 
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, None)
+
+
+def in_roles(
+    consumers: int, registers: tuple[int, int] | None, load: Callable[[], None], consume: Callable[[], None]
+) -> None:
+    """Let the last warpgroup of a block call `load`, and all others `consume`.
+
+    Arguments:
+    - `consumers`: how many consume.
+    - `registers`: of a thread that loads, and of one that consumes; `None` leaves them as they are.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == consumers)
+    def _loader():
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="decrease")
+        load()
+
+    @pl.when(warpgroup < consumers)
+    def _consumer():
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="increase")
+        consume()
 
 
 def pass_on(full: Any, free: Any) -> None:

@@ -23,7 +23,7 @@ from jdllm.pallas.attention.ranges import BLOCK_ROWS, CLUSTER, CLUSTER_ROWS, CON
 from jdllm.pallas.attention.types import Keys, Queries
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS, consumer_registers
 from jdllm.pallas.products import Output, Products, Scores
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, in_roles, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 _LOADER_REGISTERS = 24
@@ -150,17 +150,14 @@ def _kernel(q, k, v, row_ranges, cluster_ranges, *refs, launch: _Launch) -> None
     out, memory = refs[: -len(_Memory._fields)], _Memory(*refs[-len(_Memory._fields) :])
     ranges = Ranges(row_ranges, cluster_ranges)
     span = launch.span(ranges)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == CONSUMERS)
-    def _loader():
-        plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
-        _load(q, k, v, memory, span, launch)
-
-    @pl.when(warpgroup < CONSUMERS)
-    def _consumer():
-        plgpu.set_max_registers(consumer_registers(CONSUMERS, _LOADER_REGISTERS), action="increase")
-        _store(_consume(memory, ranges, span, launch), memory.q.at[warpgroup], *out)
+    in_roles(
+        CONSUMERS,
+        (_LOADER_REGISTERS, consumer_registers(CONSUMERS, _LOADER_REGISTERS)),
+        lambda: _load(q, k, v, memory, span, launch),
+        lambda: _store(
+            _consume(memory, ranges, span, launch), memory.q.at[lax.axis_index("warpgroup")], *out
+        ),
+    )
 
 
 def _load(q, k, v, memory: _Memory, span: _Span, launch: _Launch) -> None:

@@ -25,7 +25,7 @@ from jdllm.pallas.grouped_matmul.types import Product, X
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Widening
 from jdllm.pallas.quantised_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, in_roles, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.quantised import GROUP, Grouped, Quantised
 
@@ -153,17 +153,12 @@ def _kernel(x, *refs, launch: _Launch, products: Widening) -> None:
     matrices = [_Matrix(*pop(2)) for _ in range(tiles.matrices)]
     units, out = RowUnits(*pop(len(RowUnits._fields))), refs.pop(0)
     shared = _Shared(refs.pop(0), [_Matrix(*pop(2)) for _ in range(tiles.matrices)], *refs)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == tiles.consumers)
-    def _loader():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-        _load(x, matrices, shared, units, launch)
-
-    @pl.when(warpgroup < tiles.consumers)
-    def _consumer():
-        plgpu.set_max_registers(tiles.registers, action="increase")
-        _consume(matrices, shared, units, out, launch, products)
+    in_roles(
+        tiles.consumers,
+        (LOADER_REGISTERS, tiles.registers),
+        lambda: _load(x, matrices, shared, units, launch),
+        lambda: _consume(matrices, shared, units, out, launch, products),
+    )
 
 
 def _load(x: Any, matrices: Sequence[_Matrix], shared: _Shared, units: RowUnits, launch: _Launch) -> None:

@@ -25,7 +25,7 @@ from jdllm.pallas.grouped_matmul.sending import send_rows
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.grouped_matmul.types import Plain, Product, X
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, pass_on, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, in_roles, pass_on, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
@@ -141,17 +141,12 @@ def _kernel(x, *refs, launch: _Launch) -> None:
     units = RowUnits(*(refs.pop(0) for _ in RowUnits._fields))
     out, ring_x, *ring_matrices, leaving, full, free = refs
     shared = _Shared(ring_x, ring_matrices, leaving, full, free)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == tiles.consumers)
-    def _loader():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-        _load(x, matrices, shared, units, launch)
-
-    @pl.when(warpgroup < tiles.consumers)
-    def _consumer():
-        plgpu.set_max_registers(tiles.consumer_registers, action="increase")
-        _consume(shared, units, out, launch)
+    in_roles(
+        tiles.consumers,
+        (LOADER_REGISTERS, tiles.consumer_registers),
+        lambda: _load(x, matrices, shared, units, launch),
+        lambda: _consume(shared, units, out, launch),
+    )
 
 
 def _load(x, matrices: Sequence[Any], shared: _Shared, units: RowUnits, launch: _Launch) -> None:

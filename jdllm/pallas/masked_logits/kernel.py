@@ -24,7 +24,7 @@ from jdllm.pallas.masked_logits.reduction import Logits, Moments, Partials, redu
 from jdllm.pallas.masked_logits.row_table import Field, RowFields, RowTable
 from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles, padded_splits
 from jdllm.pallas.masked_logits.types import Level
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, pass_on, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, in_roles, pass_on, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
@@ -134,17 +134,12 @@ def _kernel(hidden, head, count_ref, words, marks, *refs, launch: _Launch) -> No
     occurrences, *refs = refs if launch.penalised else (None, *refs)
     out, ring = refs[: -len(_Ring._fields)], _Ring(*refs[-len(_Ring._fields) :])
     tiles, count = launch.tiles, count_ref[0]
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == tiles.consumers)
-    def _loader():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-        _load(hidden, head, ring, count, launch)
-
-    @pl.when(warpgroup < tiles.consumers)
-    def _consumer():
-        plgpu.set_max_registers(tiles.consumer_registers, action="increase")
-        _consume(ring, RowTable(words, marks, occurrences), out, count, launch)
+    in_roles(
+        tiles.consumers,
+        (LOADER_REGISTERS, tiles.consumer_registers),
+        lambda: _load(hidden, head, ring, count, launch),
+        lambda: _consume(ring, RowTable(words, marks, occurrences), out, count, launch),
+    )
 
 
 def _load(hidden, head, ring: _Ring, count: Scalar, launch: _Launch) -> None:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Widening
 from jdllm.pallas.quantised_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, in_roles, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.quantised import GROUP
 
@@ -133,17 +133,12 @@ def _shared(launch: _Launch, dtype: jnp.dtype, values_dtype: jnp.dtype) -> Seque
 def _kernel(x, values, scales, layer, out, *shared, launch: _Launch, products: Widening) -> None:
     own, tiles = _Shared(*shared), launch.tiles
     values, scales = values.at[layer[0]], scales.at[layer[0]]
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == tiles.consumers)
-    def _loader():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-        _load(x, values, scales, own, launch)
-
-    @pl.when(warpgroup < tiles.consumers)
-    def _consumer():
-        plgpu.set_max_registers(tiles.registers, action="increase")
-        _consume(scales, own, out, launch, products)
+    in_roles(
+        tiles.consumers,
+        (LOADER_REGISTERS, tiles.registers),
+        lambda: _load(x, values, scales, own, launch),
+        lambda: _consume(scales, own, out, launch, products),
+    )
 
 
 def _load(x: Any, values: Any, scales: Any, shared: _Shared, launch: _Launch) -> None:

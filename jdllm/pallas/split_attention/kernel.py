@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.products import Products
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, release, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, in_roles, release, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.split_attention.softmax import LiveRows, State, across, masked, no_state
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
@@ -212,22 +212,15 @@ def _kernel(*refs, launch: _Launch) -> None:
     given = len(refs) - len(Partials._fields) - len(_Ring._fields)
     inputs, refs = Inputs(*refs[:given]), refs[given:]
     out, ring = Partials(*refs[: len(Partials._fields)]), _Ring(*refs[len(Partials._fields) :])
-    tiles, warpgroup = launch.tiles, lax.axis_index("warpgroup")
+    tiles = launch.tiles
     let_next_start(launch.chained)
-
-    def pass_registers(number: int, action: Literal["increase", "decrease"]) -> None:
-        if tiles.consumers > 1:  # a single one has enough; asking would take all that the processor has
-            plgpu.set_max_registers(number, action=action)
-
-    @pl.when(warpgroup == tiles.consumers)
-    def _loader():
-        pass_registers(LOADER_REGISTERS, "decrease")
-        _load(inputs, ring, launch)
-
-    @pl.when(warpgroup < tiles.consumers)
-    def _consumer():
-        pass_registers(tiles.consumer_registers, "increase")
-        _consume(inputs, ring, out, launch)
+    in_roles(
+        tiles.consumers,
+        # A single one has enough; asking would take all that the processor has.
+        (LOADER_REGISTERS, tiles.consumer_registers) if tiles.consumers > 1 else None,
+        lambda: _load(inputs, ring, launch),
+        lambda: _consume(inputs, ring, out, launch),
+    )
 
 
 def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
