@@ -79,16 +79,17 @@ def test_the_kernel_for_few_bits_keeps_to_registers(
     assert temp_bytes(executable) < 64 * 1024  # the units of rows
 
 
+def layers(x, routers, gate, up, down):
+    def layer(x, at):
+        place, router = at
+        experts = Experts(gate, up, down, 0, EXPERTS).of_layer(place)
+        return x + moe_ffn(x, router, None, experts, MOE, grouped_matmul), None
+
+    return lax.scan(layer, x, (jnp.arange(LAYERS), routers))[0]
+
+
 @pytest.mark.parametrize("form", KINDS)
 def test_a_layer_in_few_bits_has_no_wide_matrix(form: WeightForm):
-    def layers(x, routers, gate, up, down):
-        def layer(x, at):
-            place, router = at
-            experts = Experts(gate, up, down, 0, EXPERTS).of_layer(place)
-            return x + moe_ffn(x, router, None, experts, MOE, grouped_matmul), None
-
-        return lax.scan(layer, x, (jnp.arange(LAYERS), routers))[0]
-
     narrow, wide = (
         jax.eval_shape(KINDS[form].of, shape(LAYERS * EXPERTS, *s)) for s in ((FFN, HIDDEN), (HIDDEN, FFN))
     )
@@ -101,15 +102,6 @@ def test_a_layer_in_few_bits_has_no_wide_matrix(form: WeightForm):
 
 def test_a_layer_keeps_one_array_of_wide_rows_and_one_of_narrow_ones():
     """In a scan over layers: no copy of weights, and neither gates nor what they multiply."""
-
-    def layers(x, routers, gate, up, down):
-        def layer(x, at):
-            place, router = at
-            experts = Experts(gate, up, down, 0, EXPERTS).of_layer(place)
-            return x + moe_ffn(x, router, None, experts, MOE, grouped_matmul), None
-
-        return lax.scan(layer, x, (jnp.arange(LAYERS), routers))[0]
-
     wide, narrow = (shape(LAYERS * EXPERTS, *s) for s in ((FFN, HIDDEN), (HIDDEN, FFN)))
     executable = compile_for(
         "h200", layers, shape(TOKENS, HIDDEN), shape(LAYERS, EXPERTS, HIDDEN), narrow, narrow, wide

@@ -85,7 +85,7 @@ def _poison(dtype: np.dtype) -> float:
     return np.iinfo(dtype).min if np.issubdtype(dtype, np.integer) else np.nan
 
 
-def interpreted(operator: str, module: str = "triton") -> Iterator[Any]:
+def interpreted(operator: str) -> Iterator[Any]:
     """The module of an operator's form, for a fixture of a test module: its kernels are interpreted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -116,6 +116,6 @@ def interpreted(operator: str, module: str = "triton") -> Iterator[Any]:
         patch.setattr(interpreter, "_patch_lang_tensor", patch_index_too)
         patch.setattr(triton.language, "map_elementwise", map_elementwise)
         patch.setattr(builder, "create_dot", dot_of_numbers)
-        form = importlib.import_module(f"jdllm.pallas.{operator}.{module}")
+        form = importlib.import_module(f"jdllm.pallas.{operator}.triton")
         patch.setattr(form, "launch", launch)
         yield form

@@ -1,18 +1,21 @@
 """Grouped products in Triton: units of rows are found by XLA, one kernel multiplies them."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jdllm.pallas.device import target
 from jdllm.pallas.grouped_matmul.limits import check_triton
-from jdllm.pallas.grouped_matmul.row_units import row_units
+from jdllm.pallas.grouped_matmul.row_units import RowUnits, row_units
 from jdllm.pallas.grouped_matmul.triton_kernel import multiply_units
-from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Plain, Product, X
+from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Plain, Product, Weights, X, sides
 from jdllm.pallas.triton_launch import MANY, ProductSizes, Schedule, SizeTable, fitting, launch
 
-TOGETHER = 8
+_TOGETHER = 8
 """Units whose programs start together."""
 
 
@@ -55,26 +58,56 @@ def grouped_matmul_triton(
     Raises `NotImplementedError` where `check_triton` does.
     """
     check_triton(x, weights, gate)
-    (rows, k), n, groups = x.shape, weights.shape[2], group_sizes.shape[0]
+    operands = x, weights if gate is None else gate, weights
+    given = x, weights, group_sizes, first_group, sizes, sizes_for
+    return launch_units(multiply_units, lambda units: (*operands, *units), *given, gated=gate is not None)
+
+
+def launch_units(
+    kernel: Any,
+    operands: Callable[[RowUnits], Sequence[Array | int]],
+    x: X,
+    weights: Weights,
+    group_sizes: GroupSizes,
+    first_group: FirstGroup,
+    sizes: ProductSizes | None,
+    sizes_for: Callable[[int, int, float | None], ProductSizes],
+    *,
+    gated: bool,
+    **constants: int,
+) -> Product:
+    """Multiply each unit of rows with the matrix of its group, by one kernel.
+
+    Arguments:
+    - `kernel`: what multiplies a unit's rows with some columns of its matrix.
+    - `operands`: what the kernel is given before its result, from the units of rows.
+    - `x`, `weights`, `group_sizes`, `first_group`: as `grouped_matmul` has them.
+    - `sizes`: `None` for those that `sizes_for` returns.
+    - `sizes_for`: of so many rows of a group, bytes of a number and the capability of the card.
+    - `gated`: whether the result is a gated product.
+    - `constants`: of the kernel, beside those that all of these have.
+    """
+    (rows, (k, n)), groups = (x.shape[0], sides(weights)), group_sizes.shape[0]
     if rows == 0 or groups == 0:
         return jnp.zeros((rows, n), x.dtype)
     sizes = sizes or sizes_for(-(-rows // groups), x.dtype.itemsize, target().capability)
-    columns = sizes.columns // (1 if gate is None else 2)
+    columns = sizes.columns // (2 if gated else 1)
     units = row_units(group_sizes, first_group, rows, sizes.rows)
-    programs = -(-units.matrix.shape[0] // TOGETHER) * TOGETHER * -(-n // columns)
+    programs = -(-units.matrix.shape[0] // _TOGETHER) * _TOGETHER * -(-n // columns)
     (out,) = launch(
-        multiply_units,
-        *(x, weights if gate is None else gate, weights, *units),
+        kernel,
+        *operands(units),
         out_shape=[jax.ShapeDtypeStruct((rows, n), x.dtype)],
         grid=(programs,),
         schedule=sizes.schedule,
         GROUPS=groups,
         K=k,
         N=n,
-        GATED=gate is not None,
-        TOGETHER=TOGETHER,
+        GATED=gated,
+        TOGETHER=_TOGETHER,
         BLOCK_R=sizes.rows,
         BLOCK_N=columns,
         BLOCK_K=sizes.depth,
+        **constants,
     )
     return out
