@@ -73,9 +73,8 @@ def layer_by_layer(
     chunks = chunks.in_loops()
     for layer in layers_of(params, config):
         if chunks.heads == 1:
-            h = attend_in_chunks(
-                layer, h, rows, keys_values_in_chunks(layer, h, rows, chunks.kv), chunks.query
-            )
+            keys_values = keys_values_in_chunks(layer, h, rows, chunks.kv)
+            h = attend_in_chunks(layer, h, rows, keys_values, chunks.query)
         else:
             h = _attend_by_groups(layer, h, rows, chunks)
         h = feed_forward_in_chunks(layer, h, chunks.ffn)

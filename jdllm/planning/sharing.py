@@ -142,7 +142,7 @@ class Sharing:
             return most
         context, numbers = self.context, _round_numbers(most)
         if not self._in_parts:
-            refreshed = largest(lambda pages: self.needs.refresh_fits(context, self.beside(pages)), numbers)
+            refreshed = largest(lambda pages: self.refreshes(context, pages), numbers)
             if refreshed is not None and refreshed > pages_of(context // 4):
                 return refreshed
         return largest(lambda pages: self.needs.fits_on_device(context, self.beside(pages)), numbers) or 1

@@ -13,7 +13,7 @@ from jdllm.execution.chunked import (
     layers_of,
 )
 from jdllm.execution.paged.pool import KvArrays
-from jdllm.execution.paged.selection import Queries, Selection, Slots, sources, store
+from jdllm.execution.paged.selection import Queries, Storing
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import KeysValues, Layer
@@ -25,17 +25,11 @@ class CutRefresh(NamedTuple):
     """What is the same in all layers.
 
     - `rows`: positions and key ranges of all packed rows.
-    - `selection`, `slots`: which rows are stored, and in which slots.
-    - `scored`: whether any segment keeps its best candidates; static.
-    - `usual`: whether all these have blocks and max pools of the usual sizes
-      (`jdllm.execution.paged.selection.USUAL_BLOCK`, `USUAL_WIDTH`); static.
+    - `storing`: which of them are stored.
     """
 
     rows: Rows
-    selection: Selection
-    slots: Slots
-    scored: bool
-    usual: bool
+    storing: Storing
 
     def run(
         self, params: Params, config: ModelConfig, h: Hidden, pool: KvArrays, chunks: ChunkConfig
@@ -62,20 +56,10 @@ class CutRefresh(NamedTuple):
 
     def _store(self, layer: Layer, h: Hidden, keys_values: KeysValues, pool: KvArrays) -> KvArrays:
         """Write the selected rows. Queries are made for the rows of blocks only."""
-        config, (k, v) = layer.config, keys_values
+        config = layer.config
 
         def queries(places: Int[Array, " some"]) -> Queries:
             rotation = rotation_at(config.rope, config.head_dim, self.rows.positions[places])
             return layer.project(h[places], rotation, ("q",))[0]
 
-        source = sources(
-            queries,
-            k,
-            self.selection,
-            self.slots,
-            scored=self.scored,
-            usual=self.usual,
-            cards=config.cards,
-            copies=config.kv_copies,
-        )
-        return KvArrays(*store(*pool, layer.number, k, v, self.slots.page, source))
+        return self.storing.write(pool, config, layer.number, queries, *keys_values)

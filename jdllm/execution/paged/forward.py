@@ -14,7 +14,7 @@ from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains
 from jdllm.execution.paged.cut_refresh import CutRefresh
 from jdllm.execution.paged.place import Place, store_rows
 from jdllm.execution.paged.pool import KvArrays
-from jdllm.execution.paged.selection import Selection, Slots, slots_of, sources, store
+from jdllm.execution.paged.selection import Selection, Storing, slots_of
 from jdllm.execution.transformer import (
     DealtRows,
     Wanted,
@@ -45,18 +45,13 @@ class SelectedRanges(NamedTuple):
     - `ranges`: the rows that each row sees; these may be some of the rows, which cards deal out.
     - `pool`: stores the selected rows.
     - `part`: the model; on several cards the part of each, whose heads are stored.
-    - `selection`, `slots`: which rows are stored, and in which slots.
-    - `scored`: whether any segment keeps its best candidates; queries are not read otherwise.
-    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`.
+    - `storing`: which rows are stored.
     """
 
     ranges: Ranges
     pool: KvArrays
     part: ModelConfig
-    selection: Selection
-    slots: Slots
-    scored: bool
-    usual: bool
+    storing: Storing
 
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KvArrays]:
         q, keys_values, pool = self.store(layer, h)
@@ -66,19 +61,8 @@ class SelectedRanges(NamedTuple):
         """Write the selected rows; returns the queries of the rows `h`, and keys and values of all rows."""
         k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
         k, v = self.ranges.of_all_cards(layer, k, v)
-        own_q, own_k, own_v = (q, k, v) if self.ranges.cards == 1 else self._of_own_heads(layer, q, k, v)
-        source = sources(
-            own_q,
-            own_k,
-            self.selection,
-            self.slots,
-            scored=self.scored,
-            usual=self.usual,
-            cards=self.part.cards,
-            copies=self.part.kv_copies,
-        )
-        pool = KvArrays(*store(*self.pool, layer.number, own_k, own_v, self.slots.page, source))
-        return q, (k, v), pool
+        own = (q, k, v) if self.ranges.cards == 1 else self._of_own_heads(layer, q, k, v)
+        return q, (k, v), self.storing.write(self.pool, self.part, layer.number, *own)
 
     def _of_own_heads(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
         """What belongs to the heads of this card.
@@ -88,7 +72,7 @@ class SelectedRanges(NamedTuple):
         - `k`, `v`: of all rows and all heads.
         """
         part, cards = self.part, self.part.cards
-        q = joined_rows(q, cards, layer.weights.get(ADDRESSES)) if self.scored else q
+        q = joined_rows(q, cards, layer.weights.get(ADDRESSES)) if self.storing.scored else q
         k, v = (own_heads(x, part.num_kv_heads, cards, part.kv_copies, axis=1) for x in (k, v))
         return own_heads(q, part.num_heads, cards, 1, axis=1), k, v
 
@@ -170,8 +154,8 @@ def forward_refresh(
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
     """
     if not chunks.layers_whole:
-        slots = slots_of(selection, table, pool.k.shape[3])
-        cut = CutRefresh(Rows(*map(jnp.asarray, rows)), selection, slots, scored, usual)
+        storing = Storing(selection, slots_of(selection, table, pool.k.shape[3]), scored, usual)
+        cut = CutRefresh(Rows(*map(jnp.asarray, rows)), storing)
         h, pool = cut.run(params, config, embed(params, tokens), pool, chunks)
         return h[wanted.rows], pool
     sees = _sees(config, rows, pool, selection, table, scored=scored, usual=usual)
@@ -227,8 +211,8 @@ def _sees(
     usual: bool,
 ) -> SelectedRanges:
     """What is the same in all layers of a refresh."""
-    ranges, slots = packed_ranges(config, rows), slots_of(selection, table, pool.k.shape[3])
-    return SelectedRanges(ranges, pool, config, selection, slots, scored, usual)
+    storing = Storing(selection, slots_of(selection, table, pool.k.shape[3]), scored, usual)
+    return SelectedRanges(packed_ranges(config, rows), pool, config, storing)
 
 
 def _layers(

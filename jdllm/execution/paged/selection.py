@@ -13,7 +13,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jdllm.arrays import Tensor
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.models.cards import of_copies, summed
+from jdllm.models.config import ModelConfig
+from jdllm.models.layer import LayerNumber
 from jdllm.pallas.split_attention import PageTable
 from jdllm.stored_rows import Float8Rows, as_stored
 
@@ -181,6 +184,44 @@ def store(
         (pool_k, pool_v),
         (as_stored(pool_k, k), as_stored(pool_v, v)),
     )
+
+
+class Storing(NamedTuple):
+    """Which rows a refresh stores, the same in all layers.
+
+    - `selection`, `slots`: which rows may be stored, and in which slots.
+    - `scored`: whether any segment keeps its best candidates; static. Queries are not read otherwise.
+    - `usual`: whether all these have blocks and max pools of the usual sizes (`USUAL_BLOCK`, `USUAL_WIDTH`);
+      static.
+    """
+
+    selection: Selection
+    slots: Slots
+    scored: bool
+    usual: bool
+
+    def write(
+        self, pool: KvArrays, part: ModelConfig, layer: LayerNumber, q: QueriesOf, k: Keys, v: Keys
+    ) -> KvArrays:
+        """Write the rows that a layer selects; returns the pool.
+
+        Arguments:
+        - `pool`: written in place where the caller donates or carries it.
+        - `part`: the model; on several cards the part of each.
+        - `layer`: which layer of the pool.
+        - `q`, `k`, `v`: of the heads of this part; queries and keys are rotated.
+        """
+        source = sources(
+            q,
+            k,
+            self.selection,
+            self.slots,
+            scored=self.scored,
+            usual=self.usual,
+            cards=part.cards,
+            copies=part.kv_copies,
+        )
+        return KvArrays(*store(*pool, layer, k, v, self.slots.page, source))
 
 
 def _mean_queries(
