@@ -1,12 +1,12 @@
 """Matrices that are kept in few bits on the device."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, Int8, UInt8
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32, Int, Int8, UInt8
 
 WeightForm = Literal["int8", "int4", "fp8"]
 """Bits of a number, and its kind."""
@@ -18,6 +18,9 @@ MOST_FLOAT8 = float(jnp.finfo(FLOAT8).max)
 
 GROUP = 128
 """Inputs that share a scale in 4 bits. The last group of a row may have fewer."""
+
+SHIFTED_GROUP = 32
+"""Inputs that share a scale and an offset in a `Shifted` matrix."""
 
 FACTORS = tuple(step / 20 for step in range(14, 24))
 """By which the largest number of a group is multiplied before it becomes -8, of which `rounded_in_groups`
@@ -79,11 +82,11 @@ class Quantised:
         """Rows whose inputs are in the order of `values`: products of both are those of inputs in order."""
         return out_of_order(x)
 
-    def of_layer(self, place: Int[Array, ""] | int) -> "Quantised":
+    def of_layer(self, place: Int[Array, ""] | int) -> Self:
         """The matrix of the layer at a place of a stack."""
         return jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, place, keepdims=False), self)
 
-    def some_outputs(self, start: Int[Array, ""] | int, size: int) -> "Quantised":
+    def some_outputs(self, start: Int[Array, ""] | int, size: int) -> Self:
         """`size` neighbouring rows, from `start` on."""
         values = lax.dynamic_slice_in_dim(self.values, start, size, axis=-2)
         scales = lax.dynamic_slice_in_dim(self.scales, start, size, axis=-1)
@@ -145,6 +148,47 @@ class Grouped(Quantised):
         values = unpacked(self.values).astype(jnp.float32)
         scales = jnp.repeat(jnp.swapaxes(self.scales, -1, -2), GROUP, axis=-1)
         return (values * scales[..., : values.shape[-1]]).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shifted(Grouped):
+    """A matrix in 4 bits, or matrices of many layers, with a scale and an offset for each 32 inputs of a row.
+
+    The number `v` of a group, -8 to 7, stands for `v * scale + offset`. Published files whose groups have a
+    zero point or a minimum (AWQ, GPTQ, GGUF) are matrices of this kind.
+
+    - `scales`, `offsets`: of each group of inputs, those of all rows side by side, in 16 bits: a group has
+      sixteen bytes of numbers, and floats of 32 bits would add half as many.
+    """
+
+    scales: BFloat16[Array, "*stack groups outputs"]
+    offsets: BFloat16[Array, "*stack groups outputs"]
+
+    @classmethod
+    def of_numbers(
+        cls,
+        values: Int8[Array, "*stack outputs inputs"],
+        scales: Float[Array, "*stack outputs groups"],
+        offsets: Float[Array, "*stack outputs groups"],
+    ) -> "Shifted":
+        """A matrix of numbers whose inputs, a multiple of 32, are in order."""
+        by_groups = (jnp.swapaxes(each, -1, -2).astype(jnp.bfloat16) for each in (scales, offsets))
+        return cls(packed(values), *by_groups)
+
+    def some_outputs(self, start: Int[Array, ""] | int, size: int) -> Self:
+        """`size` neighbouring rows, from `start` on."""
+        some = super().some_outputs(start, size)
+        return dataclasses.replace(some, offsets=lax.dynamic_slice_in_dim(self.offsets, start, size, axis=-1))
+
+    def dequantised(self, dtype: jnp.dtype) -> Float[Array, "*stack outputs inputs"]:
+        """The matrix in a type that XLA's products take."""
+        values = unpacked(self.values).astype(jnp.float32)
+        scales, offsets = (
+            jnp.repeat(jnp.swapaxes(each, -1, -2).astype(jnp.float32), SHIFTED_GROUP, axis=-1)
+            for each in (self.scales, self.offsets)
+        )
+        return (values * scales + offsets).astype(dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits against NumPy."""
+"""Matrices in few bits against NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jdllm.quantised import Quantised, in_order, out_of_order
+from jdllm.quantised import Quantised, Shifted, in_order, out_of_order
 
 
 def test_the_order_of_sixteen():
@@ -39,3 +39,16 @@ def test_rows_have_scales_of_their_own_and_zeros_stay():
     again = np.asarray(kept.dequantised(jnp.dtype("float32")))
     assert not again[1].any()
     np.testing.assert_allclose(again[2] / 1e6, again[0], rtol=1e-5)
+
+
+def test_groups_of_32_have_scales_and_offsets():
+    """Also when some rows are cut out."""
+    draw = np.random.default_rng(0)
+    values = draw.integers(-8, 8, (2, 6, 64))
+    scales, offsets = (draw.normal(size=(2, 6, 2)).astype(jnp.bfloat16) for _ in range(2))
+    matrix = Shifted.of_numbers(jnp.int8(values), jnp.asarray(scales), jnp.asarray(offsets))
+    wide = [each.astype(np.float64).repeat(32, axis=-1) for each in (scales, offsets)]
+    expected = values * wide[0] + wide[1]
+    np.testing.assert_allclose(matrix.dequantised(jnp.dtype("float32")), expected, rtol=1e-6)
+    some = matrix.some_outputs(2, 3).dequantised(jnp.dtype("float32"))
+    np.testing.assert_allclose(some, expected[:, 2:5], rtol=1e-6)
