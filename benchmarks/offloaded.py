@@ -14,7 +14,7 @@ from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoin
 from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.execution.offload.placement import streamed_bytes
+from jdllm.execution.offload.placement import host_weight_bytes
 from jdllm.llm import LLM
 from jdllm.planning.step_time import RATES
 
@@ -31,7 +31,7 @@ def measure(llm: LLM, context: int) -> dict[str, Any]:
         llm.generate(prompt_token_ids=prompts, sampling=sampling)
         seconds = time.perf_counter() - start
     account = llm.account
-    streamed = streamed_bytes(llm.config, "bfloat16", account.offloaded)
+    streamed = host_weight_bytes(llm.config, "bfloat16", account.offloaded)
     floor = streamed / RATES["h200"].host_bytes
     return {
         "context": context,

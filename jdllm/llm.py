@@ -78,12 +78,7 @@ class LLM(GeneratesText, ScoresText):
 
     @property
     def scorer(self) -> Scorer:
-        """What evaluates given texts; raises `ConfigError` without all weights on the device."""
-        if self.account.offloaded:
-            raise ConfigError(
-                "score and logits need all weights on the device, and those of"
-                f" {self.account.offloaded} layers are in host memory: raise memory"
-            )
+        """What evaluates given texts; raises `ConfigError` once it is closed."""
         return self._open.scorer
 
     @property
@@ -112,8 +107,7 @@ class LLM(GeneratesText, ScoresText):
         not fit.
         """
         questions = [] if prefilling is None else self._questions(prefilling)
-        # Scores need all weights on the device.
-        warmed = [self.engine, *([] if self.account.offloaded else [self.scorer])]
+        warmed = [self.engine, self.scorer]
         programs = [program for one in warmed for program in one.programs()]
 
         def rest() -> None:

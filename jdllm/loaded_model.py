@@ -6,22 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jdllm.checkpoints.adapters import load_adapter
 from jdllm.checkpoints.default_form import default_form
-from jdllm.checkpoints.loading import load_by_layer, load_params, resolve, resolve_dtype
+from jdllm.checkpoints.loading import load_params, resolve, resolve_dtype
 from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
-from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
-from jdllm.execution.offload.placement import offloaded_layers
+from jdllm.execution.offload.placement import arriving_bytes
 from jdllm.models.adapter import DraftAdapter
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint, read_config
+from jdllm.models.leaf import dtypes_of
 from jdllm.models.spread import adapter_in_parts, card_bytes, in_parts, weight_shardings
-from jdllm.models.weights import Params, zero_params
+from jdllm.models.weights import HOST_LAYERS, Params, zero_params
 from jdllm.quantised import WeightForm
 from jdllm.stored_rows import KvCacheDtype
 
@@ -31,8 +29,7 @@ class LoadedModel:
     """A model with its weights.
 
     - `config`, `tokenizer`, `default_sampling`: of the checkpoint; no tokenizer where it has none.
-    - `params`: the weights on the device; without the layers where some are in host memory.
-    - `offloaded`: then all of the weights.
+    - `params`: the weights, on the device but for `config.offloaded` layers.
     - `adapter`: with which the model drafts, `None` where the checkpoint has none or nobody wants it.
     """
 
@@ -40,14 +37,15 @@ class LoadedModel:
     params: Params
     tokenizer: Tokenizer | None = None
     default_sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    offloaded: OffloadedWeights | None = None
     adapter: DraftAdapter | None = None
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of weights on the device; on several cards on each of them."""
-        weights = card_bytes(self.params) if self.offloaded is None else self.offloaded.device_bytes
-        return weights + (0 if self.adapter is None else self.adapter.bytes)
+        """Bytes of weights on the device, layers that arrive there included; on several cards on each."""
+        here = {name: node for name, node in self.params.items() if name != HOST_LAYERS}
+        config, dtype = self.config, dtypes_of(self.params).weights
+        arriving = arriving_bytes(config, dtype, config.offloaded)
+        return card_bytes(here) + arriving + (0 if self.adapter is None else self.adapter.bytes)
 
 
 def load_model(
@@ -76,8 +74,7 @@ def load_model(
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
-    - `quantization`: the form of the matrices of layers on the device; `None` for that of the checkpoint,
-      and for none where layers go to host memory.
+    - `quantization`: the form of the matrices of layers; `None` for that of the checkpoint.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
     - `plain_drafts`: leave an adapter for drafts where it is.
     - `kv_cache_dtype`: how keys and values are stored on the device.
@@ -91,60 +88,40 @@ def load_model(
     dtype = resolve_dtype(path, plain, dtype)
     values = {**read_config(path), **overrides}
     config = plain.quantised(quantization or default_form(path, plain, values, adapter))
-    count = count_offloaded(config, dtype)
-    if count and quantization is None and config != plain:
-        config, count = plain, count_offloaded(plain, dtype)
+    config = dataclasses.replace(config, offloaded=count_offloaded(config, dtype))
     whole_layers = keeps_whole(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(load_tokenizer, path)
-        params, layers = _weights(path, config, dtype, count, load_weights, progress, adapter)
-        params = params if layers else in_parts(params, config, whole_layers=whole_layers)
+        params = _weights(path, config, dtype, load_weights, progress, adapter)
+        params = in_parts(params, config, whole_layers=whole_layers)
         tokenizer = reading.result()
     if tokenizer is not None:
         config = complete_ids(config, tokenizer, overrides)
         config = dataclasses.replace(config, token_limit=len(tokenizer))
-    offloaded = None
-    if layers:
-        offloaded = OffloadedWeights(config, params, layers, jax.local_devices()[0])
-        params = offloaded.top
     drafts = None
-    if not plain_drafts and offloaded is None:
+    if not plain_drafts and not config.offloaded:
         read = load_adapter(path, config, dtype, load_weights=load_weights)
         drafts = None if read is None else adapter_in_parts(read, config)
     sampling = default_sampling(path, causal=config.in_order)
-    return LoadedModel(config, params, tokenizer, sampling, offloaded, drafts)
+    return LoadedModel(config, params, tokenizer, sampling, drafts)
 
 
 def _weights(
     path: Path,
     config: ModelConfig,
     dtype: str,
-    count: int,
     load_weights: bool,
     progress: bool,
     adapter: Path | None,
-) -> tuple[Params, list[Params]]:
-    """The weights as they are read; where `count` layers are in host memory, those of all layers apart."""
-    if not count:
-        placed = weight_shardings(config)
-        if load_weights:
-            params = load_params(path, config, dtype, progress=progress, sharding=placed, adapter=adapter)
-        else:
-            params = zero_params(config, dtype, placed)
-        return params, []
-    if not load_weights:
+) -> Params:
+    """The weights as they are read, where the model has them."""
+    placed = weight_shardings(config)
+    if load_weights:
+        return load_params(path, config, dtype, progress=progress, sharding=placed, adapter=adapter)
+    if config.offloaded:
         raise ConfigError(
-            f"the weights of {count} layers would be in host memory, which leaves nothing to warm up:"
-            " raise memory"
+            f"load_weights is False, which is for a model on its device, and {config.offloaded} layers would"
+            " be in host memory: raise memory"
         )
-    if config.quantization is not None:
-        raise ConfigError(
-            f"quantization is {config.quantization!r}, which is for a model on its device, and {count} layers"
-            " would be in host memory: raise memory"
-        )
-    away = offloaded_layers(config, count)
-    # Layers that stay come first: in gaps that others leave the allocator wastes what a buffer does not fill.
-    order = sorted(range(config.num_layers), key=lambda number: number in away)
-    place = place_weights(jax.local_devices()[0], away)
-    return load_by_layer(path, config, dtype, place, order=order, progress=progress, adapter=adapter)
+    return zero_params(config, dtype, placed)

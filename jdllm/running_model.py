@@ -91,15 +91,14 @@ def start(options: EngineOptions) -> RunningModel:
     if in_step and budget is not None:
         room, overhead = least([budget.device, -budget.overhead])
         budget = dataclasses.replace(budget, device=room, overhead=-overhead)
-    offloaded = loaded.offloaded
     account = make_account(
         loaded.config.on_card(),
         dtype,
         budget,
         device=executables.target,
         verifier_bytes=0 if verifier is None else verifier_bytes(verifier, _rows(options) or DEFAULT_ROWS[0]),
-        weights_bytes=None if offloaded else loaded.device_bytes,
-        offloaded=0 if offloaded is None else offloaded.count,
+        weights_bytes=loaded.device_bytes,
+        offloaded=loaded.config.offloaded,
         **_sizes(options),
     )
     if in_step:
@@ -112,8 +111,7 @@ def start(options: EngineOptions) -> RunningModel:
         chunks=options.chunks,
         max_num_logits=options.max_num_logits,
         verifier=verifier,
-        eager_pool=device.platform != "cpu" and offloaded is None,
-        offloaded=offloaded,
+        eager_pool=device.platform != "cpu",
         drafting=Drafting(loaded.adapter, options.plain_drafts),
     )
     scorer = Scorer(
@@ -245,8 +243,7 @@ def _store(cache_dir: str | Path | None) -> ExecutableStore | None:
 
 
 def _described(loaded: LoadedModel, device: Any, budget: Budget | None) -> str:
-    weights = loaded.params if loaded.offloaded is None else loaded.offloaded.all
-    leaves = jax.tree.leaves(weights)
+    leaves = jax.tree.leaves(loaded.params)
     parameters = sum(leaf.size for leaf in leaves)
     largest = max(leaves, key=lambda leaf: leaf.size)
     memory = f"{sum(leaf.nbytes for leaf in leaves) / 2**30:.2f} GiB of weights"

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,13 @@ from jdllm.checkpoints.merging import merged
 from jdllm.checkpoints.quantised.formats import dequantised
 from jdllm.checkpoints.shards import allocate, needed
 from jdllm.errors import CheckpointError, ConfigError
+from jdllm.execution.offload.host_memory import to_host
 from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import read_config
 from jdllm.models.quantization import quantization_of, stored_form
 from jdllm.models.registry import FAMILIES
-from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs, spec_tree
+from jdllm.models.weights import HOST_LAYERS, Params, TensorSpec, Tree, is_spec, spec_tree
 from jdllm.quantised import KINDS, Quantised, WeightForm
 
 PIECE_BYTES = 8 << 20
@@ -206,7 +208,8 @@ def load_params(
 
     Every leaf is allocated once and filled in place: no device ever holds more than its own shards. The host
     holds a handful of pieces of at most 8 MiB: less than two tensors of any model whose memory matters. It
-    reads no rows and no columns of a tensor that only devices of other processes have.
+    reads no rows and no columns of a tensor that only devices of other processes have. Layers that the model
+    has in host memory go there by way of the device, one matrix at a time.
 
     Arguments:
     - `path`: the directory of the checkpoint.
@@ -227,45 +230,6 @@ def load_params(
     specs = spec_tree(config)
     with reporter(progress, _source_bytes(specs, index), "loading weights") as advance:
         return load_tree(specs, index, dtype, sharding, advance)
-
-
-def load_by_layer(
-    path: str | Path,
-    config: ModelConfig,
-    dtype: str,
-    place: Callable[[int | None, Params], Params],
-    *,
-    order: Sequence[int] | None = None,
-    progress: bool | Progress = False,
-    adapter: Path | None = None,
-) -> tuple[Params, list[Params]]:
-    """Load a checkpoint's weights a layer at a time.
-
-    Arguments:
-    - `path`, `config`: the directory of the checkpoint, and its model.
-    - `dtype`: of the weights on the device.
-    - `place`: called with a layer's number, or `None`, and its weights on the default device, before others
-      are read; its results are kept.
-    - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
-    - `order`: all numbers of layers, in the order in which they are read after the weights outside of layers;
-      by default ascending.
-    - `adapter`: a directory of PEFT whose LoRA is merged into the weights as they are read.
-
-    Returns the weights outside of the layers, whose number is `None`, and the weights of each layer, as
-    `jdllm.models.weights.layer_specs` lists them.
-
-    Raises what `load_params` raises.
-    """
-    index = read_checked_index(Path(path), config, adapter)
-    whole = spec_tree(config)
-    top = {name: spec for name, spec in whole.items() if is_spec(spec)}
-    layers: dict[int, Params] = {}
-    with reporter(progress, _source_bytes(whole, index), "loading weights") as advance:
-        loaded = place(None, load_tree(top, index, dtype, None, advance))
-        for number in range(config.num_layers) if order is None else order:
-            weights = load_tree(layer_specs(config, number), index, dtype, None, advance)
-            layers[number] = place(number, weights)
-    return loaded, [layers[number] for number in range(config.num_layers)]
 
 
 def read_checked_index(path: Path, config: ModelConfig, adapter: Path | None = None) -> Index:
@@ -309,13 +273,32 @@ def load_tree(
     for keys, spec in _leaves(specs):
         node = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], params)
         of_leaf = functools.reduce(lambda n, key: n[key] if isinstance(n, dict) else n, keys, sharding)
-        node[keys[-1]] = _load_leaf(spec, index, dtype, of_leaf, advance)
+        load = _load_into_host if HOST_LAYERS in keys else _load_leaf
+        node[keys[-1]] = load(spec, index, dtype, of_leaf, advance)
     return params
 
 
 def _leaves(specs: Tree[TensorSpec]) -> list[tuple[tuple[str, ...], TensorSpec]]:
     leaves, _ = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
     return [(tuple(key.key for key in path), spec) for path, spec in leaves]
+
+
+def _load_into_host(
+    spec: TensorSpec,
+    index: Index,
+    dtype: str,
+    sharding: Sharding | None,
+    advance: Callable[[int], None],
+) -> jax.Array | Quantised:
+    """A stacked leaf in pinned host memory, which one layer after another reaches from the device."""
+    stack: Any = None
+    for place, layer in enumerate(spec.layers):
+        loaded = jax.device_get(_load_leaf(spec.of_layer(layer), index, dtype, sharding, advance))
+        if stack is None:
+            stack = jax.tree.map(lambda x: np.empty((len(spec.layers), *x.shape[1:]), x.dtype), loaded)
+        for whole, part in zip(*map(jax.tree.leaves, (stack, loaded)), strict=True):
+            whole[place] = part[0]
+    return to_host(stack, jax.local_devices()[0])
 
 
 def _load_leaf(

@@ -188,13 +188,7 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
         "max_context": given["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    asked = StepQuestion(workload, card, less(budget, verifier + beside), step.context, sizes, verifier)
-    if given["quantization"] is None and model.quantization is not None:
-        engine = asked.engine()
-        if engine is not None and engine.offloaded:  # layers in host memory are in no few bits
-            plain = dataclasses.replace(workload, config=workload.config.quantised(None))
-            return dataclasses.replace(asked, workload=plain)
-    return asked
+    return StepQuestion(workload, card, less(budget, verifier + beside), step.context, sizes, verifier)
 
 
 def _verifier_bytes(source: str, workload: "Workload", rows: int) -> int:

@@ -10,6 +10,7 @@ import jax
 
 from jdllm.byte_sizes import format_bytes
 from jdllm.cli.options import as_option, in_option_words
+from jdllm.execution.offload.placement import host_weight_bytes
 from jdllm.planning.account import Account
 from jdllm.planning.answer import Longest, Report, room_of
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD
@@ -19,7 +20,7 @@ from jdllm.planning.report import Frame, format_peak_table, timeline
 from jdllm.planning.room import longest_request
 from jdllm.planning.search import search
 from jdllm.planning.sharing import pages_of
-from jdllm.planning.step_time import format_seconds, step_time
+from jdllm.planning.step_time import RATES, estimated, format_seconds, step_time
 from jdllm.planning.templates import step_template
 from jdllm.planning.tier_template import tier_template
 
@@ -201,11 +202,6 @@ def describe_engine(report: Report) -> str:
     account = report.engine
     if account is None:
         return "LLM in this budget: no step fits"
-    if account.offloaded:
-        return (
-            f"LLM in this budget: steps of up to {account.rows} rows, and no KV pool: the weights of"
-            f" {account.offloaded} layers are in host memory"
-        )
     counts = _held(report.workload, account).items()
     held = [f"{count} of {tokens}" for tokens, count in counts if count] or ["none of 1024"]
     policy = report.workload.cache_policy if report.workload.caches else "dual"
@@ -219,7 +215,20 @@ def describe_engine(report: Report) -> str:
         f"longest context beside the pool: {_tokens(report, account.max_context)}",
         f"longest context once the pool is given up: {_tokens(report, account.longest)}",
     ]
+    if account.offloaded:
+        lines.append(_streamed(report, account.offloaded))
     return "\n".join(lines)
+
+
+def _streamed(report: Report, offloaded: int) -> str:
+    """What every step moves to the device, however many requests it has."""
+    workload, rates = report.workload, RATES[report.card.target]
+    moved = host_weight_bytes(workload.config, workload.dtype, offloaded)
+    taking = estimated(moved / rates.host_bytes, rates.measured)
+    return (
+        f"weights of {offloaded} layers are in host memory: each step moves {format_bytes(moved)} for all of"
+        f" its requests together, in {taking}"
+    )
 
 
 def _longest(report: Report, longest: Longest) -> str:

@@ -25,7 +25,7 @@ from jdllm.compiling.executable import (
     to_bytes,
 )
 from jdllm.compiling.host_arguments import on_host
-from jdllm.compiling.key import program_key
+from jdllm.compiling.key import memory_kind_of, program_key
 from jdllm.compiling.over_cards import mesh_of
 from jdllm.compiling.store import ExecutableStore
 from jdllm.pallas.device import Kernels, Target, preferring, target
@@ -228,7 +228,9 @@ class Executables:
 def _key(program: Program) -> Hashable:
     """What tells executables of this process apart; values of arrays are no part of it."""
     function, args, static, donate, chained, tuned, _, concurrent = program
-    kinds = tuple((leaf.shape, leaf.dtype, on_host(leaf)) for leaf in jax.tree.leaves(args))
+    kinds = tuple(
+        (leaf.shape, leaf.dtype, on_host(leaf), memory_kind_of(leaf)) for leaf in jax.tree.leaves(args)
+    )
     return function, donate, chained, tuned, concurrent, kinds, tuple(sorted(static.items()))
 
 

@@ -48,7 +48,8 @@ def program_key(
     """
     leaves, tree = jax.tree.flatten(program.args)
     kinds = [
-        (leaf.shape, str(leaf.dtype), on_host(leaf), _memory(leaf), str(spec_of(leaf))) for leaf in leaves
+        (leaf.shape, str(leaf.dtype), on_host(leaf), memory_kind_of(leaf), str(spec_of(leaf)))
+        for leaf in leaves
     ]
     try:
         parts = [
@@ -109,7 +110,7 @@ def _function(value: Any) -> str:
     return f"function({place}, {described(inside)}, {described(value.__kwdefaults__)})"
 
 
-def _memory(leaf: Any) -> str | None:
+def memory_kind_of(leaf: Any) -> str | None:
     """The kind of memory that holds an array, unless it is the device's own."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.memory_kind is None:

@@ -15,13 +15,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.chunks import ChunkConfig, chunk_rows
+from jdllm.execution.offload.arriving import arrived
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import ALL_HEADS, Group, Heads, KeysValues, Layer, Ranges
 from jdllm.models.leaf import InStack
 from jdllm.models.moe import experts_of
 from jdllm.models.rotary import Rotation, rotation_at
-from jdllm.models.weights import Params, layer_runs
+from jdllm.models.weights import HOST_LAYERS, Params, layer_runs
 from jdllm.pallas.attention import attention
 from jdllm.quantised import Quantised
 
@@ -61,7 +62,7 @@ def run_layers(params: Params, config: ModelConfig, h: Hidden, rows: Rows, chunk
 
     Raises `ValueError` where `chunks.heads` does not divide the key-value heads.
     """
-    return deque(layer_by_layer(params, config, h, rows, chunks), maxlen=1).pop()
+    return last_of(layer_by_layer(params, config, h, rows, chunks))
 
 
 def layer_by_layer(
@@ -71,21 +72,39 @@ def layer_by_layer(
     if config.num_kv_heads % chunks.heads:
         raise ValueError(f"{chunks.heads} head groups do not divide {config.num_kv_heads} key-value heads")
     chunks = chunks.in_loops()
-    for layer in layers_of(params, config):
+
+    def body(h: Hidden, layer: Layer) -> Hidden:
         if chunks.heads == 1:
             keys_values = keys_values_in_chunks(layer, h, rows, chunks.kv)
             h = attend_in_chunks(layer, h, rows, keys_values, chunks.query)
         else:
             h = _attend_by_groups(layer, h, rows, chunks)
-        h = feed_forward_in_chunks(layer, h, chunks.ffn)
-        yield h
+        return feed_forward_in_chunks(layer, h, chunks.ffn)
+
+    yield from unrolled(params, config, h, body)
 
 
-def layers_of(params: Params, config: ModelConfig) -> Iterator[Layer]:
-    """All layers in order, whose weights are sliced from their stacks where they are read."""
+def unrolled[Carry](
+    params: Params, config: ModelConfig, carry: Carry, body: Callable[[Carry, Layer], Carry]
+) -> Iterator[Carry]:
+    """Apply `body(carry, layer)` for every layer in order; yields what each of them returns.
+
+    The weights of a layer are sliced from their stack where they are read. A layer out of host memory arrives
+    behind the layer before.
+    """
     runs = ((name, place) for name, start, end in layer_runs(config) for place in range(start, end))
     for number, (name, place) in enumerate(runs):
-        yield Layer(LayerView(params[name], place), config, number)
+        stack = params[name]
+        if name == HOST_LAYERS:
+            stack, carry = lax.optimization_barrier((stack, carry))
+            stack, place = arrived(stack, place), 0
+        carry = body(carry, Layer(LayerView(stack, place), config, number))
+        yield carry
+
+
+def last_of[Carry](carries: Iterator[Carry]) -> Carry:
+    """What the last layer returns."""
+    return deque(carries, maxlen=1).pop()
 
 
 def over_chunks[Carry](

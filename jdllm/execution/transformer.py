@@ -17,15 +17,16 @@ from jdllm.arrays import Tensor
 from jdllm.chunks import UNCUT, ChunkConfig
 from jdllm.execution.chunked import run_layers
 from jdllm.execution.few_rows.streamed import streamed_of
+from jdllm.execution.offload.arriving import arrived
 from jdllm.layers import rms_norm
 from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.cards import ADDRESSES, joined_rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import AttentionFn, KeysValues, Layer, Ranges
+from jdllm.models.layer import AttentionFn, KeysValues, Layer, LayerNumber, Ranges, Weights
 from jdllm.models.moe import experts_of
 from jdllm.models.rotary import rotation_at
-from jdllm.models.weights import Params, head_weights, layer_runs
+from jdllm.models.weights import HOST_LAYERS, Params, head_weights, layer_runs
 from jdllm.models.whole_layers import WHOLE, WholeLayers
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.attention.ranges import ranges_of
@@ -212,11 +213,14 @@ def scan_layers[Carry](
       their weights (`jdllm.execution.few_rows.streamed`).
     - `last`: for the last layer, in place of `body`.
 
-    XLA's products read a layer's weights where they lie in their stack.
+    XLA's products read a layer's weights where they lie in their stack. Of layers in host memory, which are
+    the last ones, the next arrives while one is computed.
     """
     before = 0
     for name, start, end in layer_runs(config):
-        step = _stepping(params, config, name, before - start, few_rows)
+        if name == HOST_LAYERS:
+            return _scan_arriving(params, config, before, carry, body, last or body, few_rows)
+        step = _stepping(params, config, params[name], before - start, few_rows)
         like = end - (last is not None and before + end - start == config.num_layers)
         unroll = 1 if few_rows is None else min(_UNROLLED, like - start)
         apply = functools.partial(step, body)
@@ -226,6 +230,33 @@ def scan_layers[Carry](
             carry = step(last, jnp.int32(like), carry)
         before += end - start
     return carry
+
+
+def _scan_arriving[Carry](
+    params: Params,
+    config: ModelConfig,
+    before: int,
+    carry: Carry,
+    body: Callable[[Carry, Layer], Carry],
+    last: Callable[[Carry, Layer], Carry],
+    few_rows: int | None,
+) -> Carry:
+    """The layers in host memory, in order: behind `before` layers, `last` for the last of all."""
+    stack = params[HOST_LAYERS]
+
+    def apply(
+        body: Callable[[Carry, Layer], Carry], place: LayerNumber, carry: Carry, here: dict[str, Any]
+    ) -> Carry:
+        step = _stepping(params, config, here, before + place, few_rows)
+        return step(body, jnp.int32(0), carry)
+
+    def turn(place: Array, both: tuple[Carry, dict[str, Any]]) -> tuple[Carry, dict[str, Any]]:
+        carry, here = both
+        return apply(body, place, carry, here), arrived(stack, place + 1)
+
+    final = config.offloaded - 1
+    carry, here = lax.fori_loop(0, final, turn, (carry, arrived(stack, 0)))
+    return apply(last, final, carry, here)
 
 
 def scan_some_layers[Carry](
@@ -246,22 +277,22 @@ def scan_some_layers[Carry](
     - `last`: for the last of these layers, in place of `body`.
     """
     ((name, _, _),) = layer_runs(config)
-    step, like = _stepping(params, config, name, 0, None), count - (last is not None)
+    step, like = _stepping(params, config, params[name], 0, None), count - (last is not None)
     carry = lax.fori_loop(0, like, lambda i, carry: step(body, first + i, carry), carry)
     return carry if last is None else step(last, jnp.int32(first + like), carry)
 
 
 def _stepping(
-    params: Params, config: ModelConfig, name: str, offset: int, few_rows: int | None
+    params: Params, config: ModelConfig, stack: Weights, offset: LayerNumber, few_rows: int | None
 ) -> Callable[..., Any]:
     """What applies a body to a carry at a place of a stack.
 
     Arguments:
-    - `name`: of the stack.
+    - `stack`: like layers, on the device.
     - `offset`: what is added to a place for the number of its layer.
     - `few_rows`: how many rows the layers are applied to, `None` where they are many.
     """
-    stack = dict(params[name])
+    stack = dict(stack)
     experts = experts_of(stack)
     streamed = None if few_rows is None else streamed_of(stack, few_rows)
     wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}

@@ -85,6 +85,8 @@ class ModelConfig:
       matrices of the same type as all other weights.
     - `kv_cache_dtype`: how keys and values are stored on the device (`jdllm.stored_rows`): "auto" for the
       type of the model, "fp8" for floats of 8 bits with a scale for each row and head.
+    - `offloaded`: of how many layers the weights are in host memory. These are the last ones, and none of
+      `dense_layers` is among them.
     """
 
     family: str
@@ -119,6 +121,7 @@ class ModelConfig:
     kv_copies: int = 1
     quantization: WeightForm | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
+    offloaded: int = 0
 
     def on_card(self) -> "ModelConfig":
         """The part that each of `cards` cards has: as many layers, and a part of heads, widths and ids.

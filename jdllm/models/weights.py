@@ -2,7 +2,8 @@
 
 Initialisation, loading, conversion, sharding and byte counts all read this tree. A leaf under `layers`
 is stacked over the layers, so that the transformer can scan it; in a model that has layers with and without
-experts, `dense_layers` is a second stack, of those without. Every matrix keeps the published
+experts, `dense_layers` is a second stack, of those without. Layers whose weights are in host memory are a
+stack of their own, `host_layers`. Every matrix keeps the published
 `[outputs, inputs]` order, so that loading is a plain copy. Experts alone are `[inputs, outputs]`: the grouped
 product reads them in this order, and would copy a transposed view of all experts in every layer. Experts in
 few bits are `[outputs, inputs]`, since a row of a matrix in few bits has the scales of one output.
@@ -27,6 +28,9 @@ from jdllm.quantised import KINDS, Quantised, WeightForm
 
 type Tree[T] = dict[str, T | dict[str, T]]
 Params = dict[str, Any]
+
+HOST_LAYERS = "host_layers"
+"""The stack of those layers whose weights are in host memory."""
 
 _GATED = ("gate", "up", "down")
 _QUANTISED = ("q", "k", "v", "o", *(f"{of}{name}" for of in ("", "shared_", "experts_") for name in _GATED))
@@ -77,6 +81,10 @@ class TensorSpec:
         """Leading axes that the leaf has and its sources have not."""
         return ("{layer}" in self.source) + ("{expert}" in self.source)
 
+    def of_layer(self, layer: int) -> "TensorSpec":
+        """The leaf that has one of its layers alone."""
+        return dataclasses.replace(self, shape=(1, *self.shape[1:]), layers=(layer,))
+
     def whole(self) -> "TensorSpec":
         """The leaf that has all rows of its source tensors."""
         if self.source_rows is None:
@@ -104,8 +112,10 @@ def quantised_struct(shape: tuple[int, ...], form: WeightForm) -> Quantised:
 def layer_stacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The stacks of the parameter tree, and the layers that each holds."""
     dense = config.moe.dense_layers if config.moe else ()
-    stacks = {"layers": tuple(layer for layer in range(config.num_layers) if layer not in dense)}
-    return stacks | ({"dense_layers": dense} if dense else {})
+    others = tuple(layer for layer in range(config.num_layers) if layer not in dense)
+    here = len(others) - config.offloaded
+    stacks = {"layers": others[:here], HOST_LAYERS: others[here:], "dense_layers": dense}
+    return {name: layers for name, layers in stacks.items() if layers}
 
 
 def layer_runs(config: ModelConfig) -> list[tuple[str, int, int]]:
@@ -139,12 +149,11 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
         }
         return _as_rows_of_sources(specs)
 
-    stacks = layer_stacks(config)
     matrix, axes = (config.own_ids or config.vocab_size, config.hidden_size), ("vocab", "hidden")
     tree: Tree[TensorSpec] = {"embed": leaf("embed", matrix, axes)}
-    tree["layers"] = stack(stacks["layers"], _attention(config) + (_experts(config) or _dense_ffn(config)))
-    if "dense_layers" in stacks:
-        tree["dense_layers"] = stack(stacks["dense_layers"], _attention(config) + _dense_ffn(config))
+    for name, layers in layer_stacks(config).items():
+        experts = [] if name == "dense_layers" else _experts(config)
+        tree[name] = stack(layers, _attention(config) + (experts or _dense_ffn(config)))
     tree["final_norm"] = leaf("final_norm", (config.hidden_size,), ("hidden",))
     if not config.tied_head:
         tree["head"] = leaf("head", matrix, axes)
@@ -186,13 +195,9 @@ def stored_specs(config: ModelConfig) -> dict[tuple[LeafPath, ...], TensorSpec]:
 
 def layer_specs(config: ModelConfig, layer: int) -> Tree[TensorSpec]:
     """The weights of one layer alone: a stack of one layer, by the stack's name."""
-
-    def alone(spec: TensorSpec) -> TensorSpec:
-        return dataclasses.replace(spec, shape=(1, *spec.shape[1:]), layers=(layer,))
-
     for name, leaves in spec_tree(config).items():
         if isinstance(leaves, dict) and layer in next(iter(leaves.values())).layers:
-            return {name: {leaf: alone(spec) for leaf, spec in leaves.items()}}
+            return {name: {leaf: spec.of_layer(layer) for leaf, spec in leaves.items()}}
     raise ValueError(f"no layer {layer} of {config.num_layers}")
 
 

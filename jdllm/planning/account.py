@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 from jdllm.byte_sizes import format_bytes
 from jdllm.errors import ConfigError, NoRoomError
-from jdllm.execution.offload.placement import device_weight_bytes
+from jdllm.execution.offload.placement import arriving_bytes, device_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import param_bytes
 from jdllm.pallas.device import Target
 from jdllm.planning.budget import Budget, StepRoom
 from jdllm.planning.ladder import DEFAULT_ROWS
@@ -43,8 +42,9 @@ class Account:
       budget has it: what `jdllm plan` promises. Unusual sampling may need a little more; the plan of a step
       has the last word.
     - `pages`, `page_bytes`: of the pool, the scratch page included.
-    - `offloaded`: layers whose weights are in host memory. Then there is no pool, and steps are cut to fit on
-      the device only.
+    - `offloaded`: layers whose weights are in host memory. Then steps are cut to fit on the device only.
+    - `arriving`: bytes of `weights` for layers on their way from host memory, which the compiler counts among
+      the temporaries of a step.
     - `sharing`: how the device is shared out, if there is a budget; with all weights on it.
     """
 
@@ -60,6 +60,7 @@ class Account:
     pages: int
     page_bytes: int
     offloaded: int = 0
+    arriving: int = 0
     sharing: Sharing | None = None
 
     @property
@@ -157,16 +158,15 @@ def make_account(
       pages with few binary digits: executables depend on it, and outlast small changes of free memory.
     - `verifier_bytes`, `weights_bytes`: bytes on the device; by default the weights take the bytes of the
       model.
-    - `offloaded`: layers whose weights are in host memory, which leaves no pool; `jdllm.planning.offloading`
-      says how many.
+    - `offloaded`: layers whose weights are in host memory; `jdllm.planning.offloading` says how many.
 
     Raises `DoesNotFitError` for a `kv_pool` or `max_context` that does not fit, and `MemoryBudgetError` where
     not even a step of the smallest bucket does.
     """
     model = StepNeeds(config, dtype, device, max_num_logits, () if offloaded else tuple(rungs(config)))
-    page_bytes, planned = pool_bytes(config, dtype, 1, PAGE_ROWS), param_bytes(config, dtype)
+    page_bytes = pool_bytes(config, dtype, 1, PAGE_ROWS)
     weights = device_weight_bytes(config, dtype, offloaded) if weights_bytes is None else weights_bytes
-    pages = 1 if offloaded else None if kv_pool is None else _asked_pages(kv_pool, page_bytes)
+    pages = None if kv_pool is None else _asked_pages(kv_pool, page_bytes)
     rows = max_num_batched_tokens or DEFAULT_ROWS[0]
     if budget is None:
         return _unlimited(
@@ -196,7 +196,8 @@ def make_account(
         pages=pages,
         page_bytes=page_bytes,
         offloaded=offloaded,
-        sharing=shared if not offloaded else dataclasses.replace(shared, weights=planned, asked_pages=None),
+        arriving=arriving_bytes(config, dtype, offloaded),
+        sharing=shared,
     )
     return dataclasses.replace(account, steps=_steps(model, account, max_context or 0))
 

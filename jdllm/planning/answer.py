@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdllm.byte_sizes import parse_bytes
 from jdllm.errors import ConfigError
+from jdllm.execution.offload.placement import most_offloaded
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, MemoryBudgetError
@@ -57,7 +58,15 @@ class StepQuestion:
 
     def account(self, **changed: Any) -> Account:
         """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""
-        make = make_account if self.verifier else account_with_offloading
+        return self._make(make_account if self.verifier else account_with_offloading, changed)
+
+    def roomiest(self, engine: Account | None) -> Account | None:
+        """An engine like this one with all layers in host memory, if some of its layers are."""
+        if engine is None or not engine.offloaded:
+            return engine
+        return self._make(make_account, {"offloaded": most_offloaded(self.workload.config)})
+
+    def _make(self, make: Callable[..., Account], changed: Mapping[str, Any]) -> Account:
         return make(
             self.workload.config,
             self.workload.dtype,
@@ -76,16 +85,14 @@ class StepQuestion:
     def engine(self) -> Account | None:
         """The account of the engine that was asked for; `None` where the budget has room for no step.
 
-        Raises `ConfigError` for a size that was asked for and does not fit, and for a pool in 8 bits that
-        has no room.
+        Raises `ConfigError` for a size that was asked for and does not fit.
         """
         try:
             return self.account()
         except MemoryBudgetError:
             return None
         except ConfigError:
-            asked = any(self.sizes.get(name) for name in ("max_context", "kv_pool"))
-            if asked or self.workload.config.kv_cache_dtype != "auto":
+            if any(self.sizes.get(name) for name in ("max_context", "kv_pool")):
                 raise
             return None
 
@@ -185,22 +192,36 @@ def _cached(asked: StepQuestion) -> Report:
     """A refresh of a request with a cache. It fits where an engine takes the request, which
     may need `max_context`."""
     workload, engine = asked.workload, asked.engine()
-    sharing = None if engine is None else engine.sharing
+    roomiest = asked.roomiest(engine)
+    sharing = None if roomiest is None else roomiest.sharing
     longest = Longest(0, 0.0)
     if sharing is not None:
         most = longest_request(lambda rows: _options(workload, sharing, rows) is not None)
-        longest = asked.timed(most)
+        longest = asked.taking(_beside(asked, most, roomiest)) if most else longest
+    on_device = longest if engine is None or not engine.offloaded else Longest(0, 0.0)
     context = asked.context if asked.context is not None else max(1, longest.context)
-    options = None if sharing is None else _options(workload, sharing, context)
+    options = None
+    if engine is not None and engine.sharing is not None:
+        options = _options(workload, engine.sharing, context)
+    if options is None and sharing is not None and _options(workload, sharing, context) is not None:
+        options = {"max_context": context}
     if options is not None:
         engine = asked.tried(**_sizes(options)) if options else engine
-        return Report(asked, asked.plan(context), None, "fits", longest, longest, engine, options)
+        found = _beside(asked, context, engine)
+        return Report(asked, found, None, "fits", longest, on_device, engine, options)
     if sharing is not None:
         needed = room_of(workload, context).least_memory(dataclasses.replace(sharing, context=context))
     else:
         found = asked.plan(context)
         needed = found.room.held + least_room(workload, found.bucket, found.room)
-    return _refused(asked, context, needed, "the KV pool", longest, longest, engine, [])
+    return _refused(asked, context, needed, "the KV pool", longest, on_device, engine, [])
+
+
+def _beside(asked: StepQuestion, context: int, engine: Account | None) -> MemoryPlan:
+    """The plan of a refresh of so many tokens, with layers in host memory where an engine has some there."""
+    if engine is None or not engine.offloaded:
+        return asked.plan(context)
+    return plan_offloaded(asked.workload, context, engine)
 
 
 def room_of(workload: Workload, context: int) -> Room:

@@ -15,10 +15,12 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
 
 from jdllm.compiling.executable import donated_places
 from jdllm.compiling.executables import compiler_options
 from jdllm.compiling.over_cards import bound, mesh_of
+from jdllm.models.weights import HOST_LAYERS
 from jdllm.pallas.device import Target, known_kernels
 from jdllm.planning.descriptions import description
 
@@ -88,6 +90,7 @@ def compile_for(
     - `target`: as `target_sharding` takes it.
     - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`. Where some have
       shardings on several described cards, all of these run the function (`jdllm.compiling.over_cards`).
+      Below a key `HOST_LAYERS` arrays are in host memory.
     - `donate`: names of the arguments whose memory results may take.
     - `chained`: whether the function has chains of kernels.
     - `concurrent`: whether kernels run side by side where they can.
@@ -106,6 +109,16 @@ def compile_for(
     options = compiler_options("cuda", chained=chained, concurrent=concurrent)
     donated = donated_places(function, donate)
     called = bound(function, args, static, donated, cards)
-    jitted = jax.jit(lambda *a: called(*a), donate_argnums=donated, compiler_options=options)
+    jitted = jax.jit(lambda *a: called(*_offloaded(a)), donate_argnums=donated, compiler_options=options)
     with jax.default_device(target_devices(target)[0]):
         return jitted.lower(*args).compile()
+
+
+def _offloaded(args: Any) -> Any:
+    """Arguments of which some go to host memory first: JAX cannot say of a described card that they are there
+    from the beginning."""
+
+    def put(path: tuple[Any, ...], x: Any) -> Any:
+        return jax.device_put(x, jax.memory.Space.Host) if DictKey(HOST_LAYERS) in path else x
+
+    return jax.tree.map_with_path(put, args)

@@ -1,18 +1,20 @@
 """How many layers' weights go to host memory where not all of them fit on the device."""
 
+import bisect
 import dataclasses
 import functools
 import math
 
 from jdllm.byte_sizes import format_bytes
 from jdllm.errors import ConfigError, DoesNotFitError
-from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes, streamed_bytes
+from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes, most_offloaded
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import MemoryPlan, Workload, bucket_of, longest_context, plan_bucket
+from jdllm.planning.sharing import pages_of
 
 
 def account_with_offloading(
@@ -29,8 +31,8 @@ def account_with_offloading(
     """The account of an engine that has as many layers on the device as fit.
 
     All layers stay there if any step fits beside them, and a step of `max_context` tokens. Otherwise as few
-    as possible go to host memory, so that such steps fit and full steps of `max_num_batched_tokens` rows. If
-    this room is too small without any layer, all go.
+    as possible go to host memory, so that such steps fit, and steps of `max_num_batched_tokens` rows, beside
+    a pool that holds either. If this room is too small without any layer, all go.
 
     Arguments:
     - `config`, `dtype`: the model, and the type of its weights and activations.
@@ -41,9 +43,7 @@ def account_with_offloading(
     - `max_context`: the longest sequence that must fit; by default as long as the largest step.
     - `kv_pool`: bytes of the pool, 0 for none; by default all that is left.
 
-    Raises what `make_account` raises, `DoesNotFitError` where host memory is too small for the rest, and
-    `ConfigError` for a model whose keys are to be stored in 8 bits: beside layers in host memory there is no
-    pool.
+    Raises what `make_account` raises, and `DoesNotFitError` where host memory is too small for the rest.
     """
     account = functools.partial(
         make_account,
@@ -58,22 +58,25 @@ def account_with_offloading(
     )
     try:
         return account()
-    except ConfigError as e:
-        if not budget.host or kv_pool:
+    except ConfigError:
+        if not budget.host:
             raise
-        error = e
     rows = max_num_batched_tokens or DEFAULT_ROWS[0]
-    for offloaded in range(1, config.num_layers + 1):
+    longest = max(rows, max_context or 0)
+
+    def has_room(offloaded: int) -> bool:
         if device_weight_bytes(config, dtype, offloaded) + budget.overhead >= budget.device:
-            continue
+            return False
         try:
             found = account(offloaded=offloaded)
-        except ConfigError as e:
-            error = e
-            continue
-        if found.max_context >= rows or offloaded == config.num_layers:
-            return _checked(found, config, dtype, budget)
-    raise error
+        except ConfigError:
+            return False
+        stored = kv_pool is not None or (found.max_refresh >= longest and found.pages > pages_of(longest))
+        return stored and found.rows >= rows and found.max_context >= longest
+
+    most = most_offloaded(config)
+    enough = 1 + bisect.bisect_left(range(1, most), True, key=has_room)
+    return _checked(account(offloaded=enough), config, dtype, budget)
 
 
 def plan_offloaded(workload: Workload, context: int, account: Account) -> MemoryPlan:
@@ -92,7 +95,7 @@ def plan_offloaded(workload: Workload, context: int, account: Account) -> Memory
         **vars(dataclasses.replace(step, host_bytes=away)),
         budget=budget,
         weights_bytes=account.weights,
-        streamed_bytes=streamed_bytes(config, dtype, account.offloaded),
+        streamed_bytes=away,
     )
 
 
@@ -108,11 +111,6 @@ def _budget(account: Account) -> Budget:
 
 
 def _checked(account: Account, config: ModelConfig, dtype: str, budget: Budget) -> Account:
-    if config.kv_cache_dtype != "auto":
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, which is for a model on its device, and"
-            f" {account.offloaded} layers would be in host memory: raise memory"
-        )
     needed = host_weight_bytes(config, dtype, account.offloaded)
     if needed > budget.host:
         raise DoesNotFitError(

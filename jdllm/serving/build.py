@@ -3,7 +3,6 @@
 from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executables
 from jdllm.compiling.over_cards import over_processes
-from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.adapter import NO_DRAFTING, Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import dtypes_of
@@ -34,21 +33,19 @@ def make_engine(
     max_num_logits: int | None = None,
     verifier: Verifier | None = None,
     eager_pool: bool = False,
-    offloaded: OffloadedWeights | None = None,
     company_rows: int = COMPANY_ROWS,
     drafting: Drafting = NO_DRAFTING,
 ) -> Engine:
     """An engine for one model on one device.
 
     Arguments:
-    - `params`, `config`: the model, with its weights on the device.
+    - `params`, `config`: the model, with its weights where the configuration has them.
     - `executables`: where compiled steps are kept.
     - `account`: the memory of the device, and thus the largest step and the KV pool.
     - `chunks`: fixed chunk counts of full steps instead of planned ones.
     - `max_num_logits`: head rows whose logits may exist at a time.
     - `verifier`: the model that checks the drafts of adaptive parallel decoding.
     - `eager_pool`: put the KV pool on the device now, not with the first request that needs the pool.
-    - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
     - `company_rows`: of `Limits`.
     - `drafting`: how a model drafts that verifies its own drafts.
 
@@ -59,7 +56,7 @@ def make_engine(
     pool = KvPool(pool_config(config), dtypes_of(params).pool, account.pages, pool_sharding(config))
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
-    extras = Extras(chunks, max_num_logits, verifier, offloaded, company_rows, drafting)
+    extras = Extras(chunks, max_num_logits, verifier, company_rows, drafting)
     parts = mode.parts(model, background, extras)
     if eager_pool:
         pool.make()
@@ -71,7 +68,7 @@ def make_engine(
         mode,
         parts,
         background=background,
-        non_finite=Diagnosis(None if offloaded else params, config, executables, verifier),
+        non_finite=Diagnosis(None if config.offloaded else params, config, executables, verifier),
     )
 
 

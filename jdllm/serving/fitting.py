@@ -1,7 +1,6 @@
-"""Whether an executable, or a model, fits on the device beside all other arrays, asked before it runs."""
+"""Whether an executable fits on the device beside all other arrays, asked before it runs."""
 
 from jdllm.compiling.executables import Executable
-from jdllm.errors import DoesNotFitError
 from jdllm.planning.account import Account
 from jdllm.planning.budget import MemoryBudgetError
 
@@ -15,20 +14,7 @@ def check_fits(account: Account, what: str, rows: int, executable: Executable) -
     - `executable`: with the weights among its arguments, and the pool where it reads or writes it.
     """
     room = account.step_room(rows)
-    if room is None or (needed := sum(executable.needs)) <= room.device:
+    if room is None or (needed := sum(executable.needs) - account.arriving) <= room.device:
         return
     available = room.held + room.device
     raise MemoryBudgetError(what, room.held + needed, available, account.longest, "context without a cache")
-
-
-def check_on_device(account: Account, model: str) -> None:
-    """Raise `DoesNotFitError` where layers would be in host memory.
-
-    Arguments:
-    - `model`: the kind of model whose weights have to be on the device, for the message.
-    """
-    if account.offloaded:
-        raise DoesNotFitError(
-            f"the memory leaves no room for {account.offloaded} layers of this {model}, whose weights have to"
-            " be on the device: raise memory"
-        )

@@ -9,7 +9,6 @@ import numpy as np
 from jdllm.checkpoints.token_text import Decode
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.adapter import NO_DRAFTING, Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import Entry
@@ -32,7 +31,6 @@ class Extras(NamedTuple):
     - `chunks`: fixed chunk counts of full steps instead of planned ones.
     - `max_num_logits`: head rows whose logits may exist at a time.
     - `verifier`: the model that checks the drafts of adaptive parallel decoding.
-    - `offloaded`: all weights, where layers are in host memory.
     - `company_rows`: of `Limits`; where clients share the engine, a refresh of more than `CUT` times as many
       is cut.
     - `drafting`: how a model drafts that verifies its own drafts.
@@ -41,7 +39,6 @@ class Extras(NamedTuple):
     chunks: ChunkConfig | None = None
     max_num_logits: int | None = None
     verifier: Verifier | None = None
-    offloaded: OffloadedWeights | None = None
     company_rows: int = COMPANY_ROWS
     drafting: Drafting = NO_DRAFTING
 

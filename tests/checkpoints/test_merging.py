@@ -1,5 +1,6 @@
 """LoRA adapters that are merged into weights: what PEFT makes of them, and what is refused."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,14 +16,14 @@ from safetensors.numpy import load_file, save_file
 
 from jdllm.checkpoints.conversion import to_native
 from jdllm.checkpoints.index import Index, StoredTensor
-from jdllm.checkpoints.loading import load_by_layer, load_params, read_index
+from jdllm.checkpoints.loading import load_params, read_index
 from jdllm.checkpoints.merging import merged
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError
 from jdllm.llm import LLM
 from jdllm.loaded_model import load_model
 from jdllm.models.hf_config import config_from_hf
-from jdllm.models.weights import layer_stacks
+from jdllm.models.weights import HOST_LAYERS
 from tests.helpers import GOLDENS, Golden
 
 LORA, LLAMA = GOLDENS / "lora", GOLDENS / "llama"
@@ -147,14 +148,10 @@ def test_every_way_to_load_gives_the_same_weights(base: str, tmp_path: Path):
         load_params(tmp_path / "plain", config, "float32", adapter=adapter),
     ):
         jax.tree.map(np.testing.assert_array_equal, found, params)
-    top, layers = load_by_layer(path, config, "float32", lambda _, weights: weights, adapter=adapter)
-    np.testing.assert_array_equal(top["embed"], params["embed"])
-    for number, weights in enumerate(layers):
-        for stack, leaves in weights.items():
-            place = layer_stacks(config)[stack].index(number)
-            jax.tree.map(
-                lambda a, b, i=place: np.testing.assert_array_equal(a[0], b[i]), leaves, params[stack]
-            )
+    in_part = load_params(path, dataclasses.replace(config, offloaded=1), "float32", adapter=adapter)
+    for name, leaf in params["layers"].items():
+        parts = [in_part[stack][name] for stack in ("layers", HOST_LAYERS) if stack in in_part]
+        np.testing.assert_array_equal(np.concatenate(parts), leaf)
 
 
 def test_any_part_is_a_part_of_the_whole():
@@ -203,11 +200,10 @@ def test_weights_in_host_memory_are_merged_too():
         )
         for count in (0, 1)
     )
-    assert in_part.offloaded is not None
-    assert in_part.offloaded.count == 1
-    for number, weights in enumerate(in_part.offloaded.all[1:]):
-        expected = jax.tree.map(lambda leaf, i=number: leaf[i : i + 1], whole_model.params["layers"])
-        jax.tree.map(np.testing.assert_array_equal, weights["layers"], expected)
+    assert in_part.config.offloaded == 1
+    for name, leaf in whole_model.params["layers"].items():
+        parts = [in_part.params[stack][name] for stack in ("layers", HOST_LAYERS)]
+        np.testing.assert_array_equal(np.concatenate(parts), leaf)
 
 
 def test_a_module_that_an_adapter_has_anew_has_no_product(adapter: Callable[..., Path]):

@@ -128,21 +128,21 @@ def test_what_operators_choose_by_on_a_described_card():
 
 @pytest.mark.slow
 def test_layers_go_to_host_memory_where_the_weights_do_not_fit(llada: Path):
-    got = facts(llada, memory="8GiB", context=4096)
+    got = facts(llada, memory="12GiB", context=4096)
     assert got["fits"]
     assert got["host_tiers"] == ["weights"]
     assert 0 < got["offloaded_layers"] < 32
     arriving = 2 * got["streamed_bytes"] / got["offloaded_layers"]
     whole = got["weights_bytes"] - arriving + got["host_bytes"]
     assert whole / 2e9 == pytest.approx(BILLIONS["llada"], rel=0.002)
-    assert got["peak_bytes"] <= 8 * GIB
+    assert got["peak_bytes"] <= 12 * GIB
     assert got["step_seconds"] == pytest.approx(got["streamed_bytes"] / 51e9)
     assert got["max_context"] >= 8192
     assert got["max_context_without_host_tiers"] == 0
-    output = run(llada, "--no-check", memory="8GiB", context=4096).stdout
+    output = run(llada, "--no-check", memory="12GiB", context=4096).stdout
     assert f"host tiers: weights of {got['offloaded_layers']} of 32 layers, " in output
-    assert f"no KV pool: the weights of {got['offloaded_layers']} layers are in host memory" in output
-    refused = facts(llada, "--host-memory", "0", memory="8GiB", context=4096, code=3)
+    assert f"weights of {got['offloaded_layers']} layers are in host memory: each step moves" in output
+    refused = facts(llada, "--host-memory", "0", memory="12GiB", context=4096, code=3)
     assert (refused["fits"], refused["offloaded_layers"]) == (False, 0)
 
 

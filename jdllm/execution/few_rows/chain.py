@@ -55,15 +55,15 @@ class ChainOperands(NamedTuple):
 def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
-    It cannot take experts, heads that are rotated in part, queries that are scaled by position, keys and
-    values that are stored in 8 bits, nor parts of a model on cards that cannot exchange.
+    It cannot take layers in host memory, experts, heads that are rotated in part, queries that are scaled by
+    position, keys and values that are stored in 8 bits, nor parts of a model on cards that cannot exchange.
 
     Arguments:
     - `params`, `config`: of one card's part, where a step runs on several.
     """
     if (config.cards > 1 and ADDRESSES not in params) or config.rope.query_beta:
         return False
-    if config.kv_cache_dtype != "auto":
+    if config.kv_cache_dtype != "auto" or config.offloaded:
         return False
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jdllm.execution.offload.arriving import arrived
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Group, Heads, KeysValues, Layer, Ranges, Weights
@@ -18,8 +19,8 @@ Scalar = Int[Array, ""] | int
 
 
 def take_layer(stack: Weights, place: Scalar) -> Weights:
-    """A copy of the weights of one layer of a stack."""
-    return {name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()}
+    """A copy of the weights of one layer of a stack, which may be in host memory."""
+    return {name: leaf[0] for name, leaf in arrived(stack, place).items()}
 
 
 def keys_values(

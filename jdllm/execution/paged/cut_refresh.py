@@ -10,7 +10,8 @@ from jdllm.execution.chunked import (
     attend_in_chunks,
     feed_forward_in_chunks,
     keys_values_in_chunks,
-    layers_of,
+    last_of,
+    unrolled,
 )
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Queries, Storing
@@ -45,14 +46,17 @@ class CutRefresh(NamedTuple):
         Returns the hidden rows after the last layer, and the pool.
         """
         chunks = chunks.in_loops()
-        for layer in layers_of(params, config):
+
+        def body(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
+            h, pool = carry
             keys_values = keys_values_in_chunks(layer, h, self.rows, chunks.kv)
             pool = self._store(layer, h, keys_values, pool)
             # Else XLA would write all layers in the end, and keep their keys and values until then.
             h, pool = lax.optimization_barrier((h, pool))
             h = attend_in_chunks(layer, h, self.rows, keys_values, chunks.query)
-            h = feed_forward_in_chunks(layer, h, chunks.ffn)
-        return h, pool
+            return feed_forward_in_chunks(layer, h, chunks.ffn), pool
+
+        return last_of(unrolled(params, config, (h, pool), body))
 
     def _store(self, layer: Layer, h: Hidden, keys_values: KeysValues, pool: KvArrays) -> KvArrays:
         """Write the selected rows. Queries are made for the rows of blocks only."""

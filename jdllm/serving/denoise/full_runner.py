@@ -11,11 +11,9 @@ from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executable, Program, temp_bytes
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
-from jdllm.decoding.offloaded import denoise_offloaded
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
-from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.leaf import dtypes_of
 from jdllm.pallas.masked_logits import Level
@@ -44,7 +42,6 @@ class FullRunner:
     - `ladder`: the sizes of its steps.
     - `background`: compiles sizes that fit better than those that serve now.
     - `chunks`: fixed chunk counts instead of planned ones; they are held against the budget all the same.
-    - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
     - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
       and 512 without one.
 
@@ -59,14 +56,12 @@ class FullRunner:
         *,
         chunks: ChunkConfig | None = None,
         max_num_logits: int | None = None,
-        offloaded: OffloadedWeights | None = None,
     ):
         self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
         self._background = background
         self._chunks = chunks
         self._max_num_logits = max_num_logits
-        self._offloaded = offloaded
         self._tiers = () if model.account.offloaded else tuple(rungs(model.config))
         self._sizes = Sizes(ladder.full)
         self.choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
@@ -82,7 +77,7 @@ class FullRunner:
             raise refusal(self.workload(Level.TOP), bucket, room, self._tiers)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
-        """Pack up to `max_steps` steps of whole sequences; with host memory at most one step runs."""
+        """Pack up to `max_steps` steps of whole sequences; with rows in host memory at most one runs."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         entry = self._sizes.choose(rows, head_rows, len(requests), max_steps)
         batch, candidates = pack(requests, self._config, entry)
@@ -97,8 +92,6 @@ class FullRunner:
 
         def run() -> EncodedTrace:
             self.make_room(entry)
-            if self._offloaded is not None:
-                return encode(self._layer_by_layer(self._offloaded, batch, mask_id, chunks))
             if tiers is not None:
                 return encode(self._tiered(batch, mask_id, chunks, tiers, max(map(_level, requests))))
             steps = np.int32(min(max_steps, entry.steps))
@@ -111,8 +104,6 @@ class FullRunner:
         """What the ladder needs compiled, as far as plans tell before; the parts of a step that the host
         drives are not among them."""
         for entry, batch in self._empty():
-            if self._offloaded is not None:
-                return
             chunks = self._planned(self.workload(Level.FILTERED), entry)
             args = self._params, batch, np.int32(1)
             static = self._static(mask_id_of(self._config), chunks)
@@ -127,7 +118,7 @@ class FullRunner:
     def _compile_entry(self, batch: Batch, entry: Entry) -> None:
         mask_id = mask_id_of(self._config)
         chunks, tiers = self._choice(batch, mask_id, entry)
-        if tiers is None and self._offloaded is None:
+        if tiers is None:
             self._compiled(batch, mask_id, chunks)
 
     def _empty(self) -> Iterator[tuple[Entry, Batch]]:
@@ -155,18 +146,6 @@ class FullRunner:
             executables=self._executables,
         )
 
-    def _layer_by_layer(
-        self, weights: OffloadedWeights, batch: Batch, mask_id: int, chunks: ChunkConfig
-    ) -> Any:
-        return denoise_offloaded(
-            weights,
-            batch,
-            mask_id=mask_id,
-            chunks=chunks,
-            level=Level.FILTERED,
-            executables=self._executables,
-        )
-
     def _static(self, mask_id: int, chunks: ChunkConfig) -> dict[str, Any]:
         return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": Level.FILTERED}
 
@@ -183,12 +162,8 @@ class FullRunner:
         return self._fit(self.workload(Level.FILTERED), entry, room, self._tiers, needs)
 
     def _temp_bytes(self, batch: Batch, mask_id: int, chunks: ChunkConfig) -> int:
-        """What the compiler allots to a step, or where the host drives it, to a layer and its rows."""
-        if self._offloaded is None:
-            return temp_bytes(self._compiled(batch, mask_id, chunks))
-        layers = self._offloaded.compile(batch.rows, chunks, self._executables.compile)
-        rows = len(batch.tokens) * self._config.hidden_size * dtypes_of(self._params).activations.itemsize
-        return rows + max(map(temp_bytes, layers))
+        """What the compiler allots to a step beside the layers that arrive from host memory."""
+        return temp_bytes(self._compiled(batch, mask_id, chunks)) - self._account.arriving
 
     def _compiled(self, batch: Batch, mask_id: int, chunks: ChunkConfig) -> Executable:
         static = self._static(mask_id, chunks)

@@ -24,7 +24,6 @@ from jdllm.serving.blocks.infill import block_infill_spec
 from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_length_of, block_spec
 from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.demands import Kind
-from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.request import Request
@@ -98,7 +97,6 @@ class Blocks:
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account = model.account
         check_extras(extras)
-        check_on_device(account, "block model")
         assert model.config.block_length is not None  # a block model has one
         ladder = make_ladder(account.rows, tile_rows=block_tile_rows(model.config.block_length))
         stores, causal = make_causal_ladder(account.rows), as_causal(model.config)

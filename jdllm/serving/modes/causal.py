@@ -18,7 +18,6 @@ from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.request import CausalRequest, CausalSpec, causal_spec
 from jdllm.serving.causal.runner import CausalRunner
 from jdllm.serving.demands import Kind
-from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.spec import RequestSpec, infill_spec
@@ -51,7 +50,6 @@ class Causal:
         account, pages = model.account, model.pool.pages
         if extras.chunks is not None:
             raise ConfigError("chunks are for models that denoise: leave them out for a causal model")
-        check_on_device(account, "causal model")
         ladder = make_causal_ladder(account.rows)
         layered = LayeredRunner(model)
         runner = CausalRunner(model, ladder, layered, background)

@@ -68,7 +68,6 @@ class Denoising:
             background,
             chunks=extras.chunks,
             max_num_logits=extras.max_num_logits,
-            offloaded=extras.offloaded,
         )
         cached = CachedRunner(model, ladder, background)
         layers = LayersRunner(model, ladder.refresh, extras.company_rows)
