@@ -113,8 +113,7 @@ class EngineOptions:
       from a checkpoint that has them so already (`jdllm convert --quantize`, and published ones whose numbers
       fit), which needs no option. Embedding, head, norms, biases and routers keep `dtype`, and products are
       computed in `dtype`. Steps of up to 2048 rows on cards from Ampere on read the few bits of int8 and int4
-      alone, of experts steps of any size; other steps widen a matrix first. For one device, without layers in
-      host memory.
+      alone, of experts steps of any size; other steps widen a matrix first. For one device.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 
@@ -128,11 +127,11 @@ class EngineOptions:
       floats of 8 bits, which are approximate (fp8). Those of 8 bits (E4M3) have a scale for each row and
       key-value head, and the pool holds nearly twice the tokens of a model in 16 bits. A row is rounded
       alone, so tokens are the same in any company. Steps without a cache read no pool. The keys of a
-      `verifier`, and keys in host memory, keep their type. Not with layers in host memory, which leave no
-      pool.
+      `verifier`, and keys in host memory, keep their type.
     - `host_memory` ("64GiB"): host memory that may be used if the device is too small. The memory is pinned;
-      "0" is none. If the weights do not fit on the device, as many layers as fit stay there, and the other
-      layers come to the device in every step. Then there is no KV pool, and no `score` or `logits`.
+      "0" is none. If the weights do not fit on the device, as many layers as fit stay there beside a KV pool
+      for a step, and the other layers come to the device in every step. A small `kv_pool` lets more layers
+      stay.
     - `max_num_batched_tokens` (`None`: chosen from the memory, 8192 to 36864): packed rows of one step over
       all requests (a longer request runs alone). By default the number is the largest one that leaves the KV
       pool 85 % of the room that it would have without steps. It is 8192 with a `verifier`, for a causal

@@ -69,7 +69,7 @@ class LayersRunner:
     part, so its tokens are those of a whole refresh.
 
     Arguments:
-    - `model`: the model on its device. Where its layers are not all alike, nothing is cut.
+    - `model`: the model on its device. Where its layers are not all alike and there, nothing is cut.
     - `entries`: of the ladder's usual refreshes.
     - `company_rows`: of `Limits`.
     """
@@ -170,7 +170,7 @@ class LayersRunner:
     def _entries(self) -> list[Entry]:
         """The sizes that are cut: those that a refresh of one part may not have."""
         model = self._model
-        if not model.account.max_refresh or len(layer_runs(model.config)) > 1:
+        if not model.account.max_refresh or model.config.offloaded or len(layer_runs(model.config)) > 1:
             return []
         most = CUT * self._company_rows
         return [entry for entry in self._refreshes if entry.rows > most and self._count(entry)]
