@@ -27,10 +27,10 @@ from benchmarks.steps.full import attention_form
 from jdllm.compiling.executable import donated_places
 from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.forward import forward_tiered
-from jdllm.execution.offload.host_memory import to_device, to_host
 from jdllm.execution.offload.parts import take_layer
 from jdllm.execution.offload.tiers import HostTiers, device_buffers, host_buffers, transfer_bytes
 from jdllm.execution.transformer import forward
+from jdllm.host_memory import to_device, to_host
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, is_spec, layer_stacks, param_bytes, spec_tree

@@ -27,8 +27,8 @@ from jdllm.checkpoints.merging import merged
 from jdllm.checkpoints.quantised.formats import dequantised
 from jdllm.checkpoints.shards import allocate, needed
 from jdllm.errors import CheckpointError, ConfigError
-from jdllm.execution.offload.host_memory import to_host
 from jdllm.gguf_files import is_gguf
+from jdllm.host_memory import to_host
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import read_config
 from jdllm.models.quantization import quantization_of, stored_form

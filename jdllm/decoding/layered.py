@@ -14,7 +14,6 @@ from jdllm.decoding.batch import HeadRows, SegmentParams, Trace
 from jdllm.decoding.causal import chosen, committing
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.penalty import Penalty
-from jdllm.execution.offload.host_memory import Device, to_device, to_host
 from jdllm.execution.offload.layered import (
     Generated,
     Layering,
@@ -23,6 +22,7 @@ from jdllm.execution.offload.layered import (
     prefill_layer,
 )
 from jdllm.execution.transformer import embed
+from jdllm.host_memory import Device, to_device, to_host
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import KeysValues

@@ -20,8 +20,8 @@ from jdllm.decoding.step import (
     transfer,
 )
 from jdllm.execution.offload.forward import forward_tiered
-from jdllm.execution.offload.host_memory import IN_FLIGHT, to_device
 from jdllm.execution.offload.tiers import HostTiers
+from jdllm.host_memory import IN_FLIGHT, to_device
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights

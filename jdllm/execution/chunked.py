@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.chunks import ChunkConfig, chunk_rows
-from jdllm.execution.offload.arriving import arrived
+from jdllm.execution.arriving import arrived
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import ALL_HEADS, Group, Heads, KeysValues, Layer, Ranges

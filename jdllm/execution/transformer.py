@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.chunks import UNCUT, ChunkConfig
+from jdllm.execution.arriving import arrived
 from jdllm.execution.chunked import run_layers
 from jdllm.execution.few_rows.streamed import streamed_of
-from jdllm.execution.offload.arriving import arrived
 from jdllm.layers import rms_norm
 from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts, Rows

@@ -13,10 +13,10 @@ import pytest
 from benchmarks.shapes import SHAPES
 from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.forward import forward_tiered
-from jdllm.execution.offload.host_memory import IN_FLIGHT, pipeline
 from jdllm.execution.offload.parts import accumulate
 from jdllm.execution.offload.tiers import HostTiers, device_buffers, host_buffers, transfer_bytes
 from jdllm.execution.transformer import embed, forward
+from jdllm.host_memory import IN_FLIGHT, pipeline
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig, MoeConfig
 from jdllm.models.visibility import key_ranges

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jdllm.execution.offload.host_memory import Device, pipeline, to_device, to_host
 from jdllm.execution.offload.parts import (
     accumulate,
     attend,
@@ -27,6 +26,7 @@ from jdllm.execution.offload.parts import (
 )
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.execution.transformer import embed
+from jdllm.host_memory import Device, pipeline, to_device, to_host
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Heads, KeysValues, Weights

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jdllm.execution.offload.arriving import arrived
+from jdllm.execution.arriving import arrived
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Group, Heads, KeysValues, Layer, Ranges, Weights

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jdllm.execution.offload.host_memory import IN_FLIGHT
+from jdllm.host_memory import IN_FLIGHT
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import layer_bytes, layer_stacks
 
