@@ -10,9 +10,10 @@ import jax
 
 from benchmarks.cases import case_parser
 from benchmarks.generations import random_prompts
-from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
+from benchmarks.random_checkpoint import HF_CONFIGS, write_random_checkpoint
 from benchmarks.record import print_row, record
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
+from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.offload.placement import host_weight_bytes
 from jdllm.llm import LLM
@@ -20,27 +21,39 @@ from jdllm.planning.step_time import RATES
 
 GIB = 2**30
 BLOCK = 32
+ALL_SHAPES = {name: SHAPES[name] for name in ("llada-8b", "dream-7b")} | CAUSAL_SHAPES
 
 
-def measure(llm: LLM, context: int) -> dict[str, Any]:
-    """Seconds of a step of one request of `context` tokens that generates a block, in the second of two."""
-    sampling = SamplingParams(gen_length=BLOCK, block_length=BLOCK, steps=BLOCK, early_stop=False)
-    prompts, seconds = random_prompts(llm.config, [context - BLOCK]), 0.0
+def measure(llm: LLM, context: int, cache: str, requests: int) -> dict[str, Any]:
+    """What an evaluation takes while requests of `context` tokens generate a block, in a second run.
+
+    Arguments:
+    - `cache`: of the requests; has no meaning for a causal model, whose prompts count as evaluations too.
+    """
+    options: Any = {} if llm.config.in_order else {"block_length": BLOCK, "steps": BLOCK, "cache": cache}
+    sampling = SamplingParams(gen_length=BLOCK, early_stop=False, **options)
+    prompts = random_prompts(llm.config, [context - BLOCK] * requests)
+    seconds, evaluations = 0.0, 0
     for _ in range(2):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), llm.engine.evaluated
         llm.generate(prompt_token_ids=prompts, sampling=sampling)
-        seconds = time.perf_counter() - start
+        seconds, evaluations = time.perf_counter() - start, llm.engine.evaluated - before
     account = llm.account
     streamed = host_weight_bytes(llm.config, "bfloat16", account.offloaded)
     floor = streamed / RATES["h200"].host_bytes
     return {
         "context": context,
+        "cache": cache,
+        "requests": requests,
+        "tokens_per_s": requests * BLOCK / seconds,
         "layers_in_host_memory": account.offloaded,
         "resident_gib": account.weights / GIB,
+        "pool_gib": account.pool_bytes / GIB,
         "streamed_gib": streamed / GIB,
-        "step_s": seconds / BLOCK,
+        "evaluations": evaluations,
+        "step_s": seconds / evaluations,
         "floor_s": floor,
-        "of_floor": seconds / BLOCK / floor if floor else float("nan"),
+        "of_floor": seconds / evaluations / floor if floor else float("nan"),
         "peak_gib": _peak_gib(),
         "budget_gib": account.budget.device / GIB if account.budget else float("nan"),
         "overhead_gib": account.budget.overhead / GIB if account.budget else float("nan"),
@@ -53,28 +66,34 @@ def _peak_gib() -> float:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """A block of one request, with as many layers on the device as a budget has room for.
+    """A block of each of some requests, with as many layers on the device as a budget has room for.
 
-    `python3 -m benchmarks offloaded [--memory 8GiB] [--context 4096]` on a card. The checkpoint has random
-    weights (16 GB for llada-8b). The floor is the time that the layers take from pinned host memory.
+    `python3 -m benchmarks offloaded [--memory 8GiB] [--context 4096] [--cache dual] [--requests 1 16]`, on a
+    card. The checkpoint has random weights (16 GB for llada-8b). The floor is the time that the layers take
+    from pinned host memory in an evaluation.
     """
     parser = case_parser("offloaded", main.__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--shape", choices=ALL_SHAPES, default="llada-8b")
     parser.add_argument("--memory", nargs="+", default=["8GiB"])
+    parser.add_argument("--kv-pool", help="bytes of the KV pool, by default as an LLM chooses them")
     parser.add_argument("--context", type=int, nargs="+", default=[4096])
+    parser.add_argument("--cache", nargs="+", choices=cache_names(), default=["none"])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--directory", type=Path, help="where the checkpoint is written, by default temporary"
     )
     args = parser.parse_args(arguments)
-    table = []
+    shape, table = ALL_SHAPES[args.shape], []
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
-        checkpoint = write_random_checkpoint(Path(scratch) / args.shape, llada_hf_config(SHAPES[args.shape]))
+        checkpoint = write_random_checkpoint(Path(scratch) / args.shape, HF_CONFIGS[shape.family](shape))
         for memory in args.memory:
             start = time.perf_counter()
-            with LLM(checkpoint, memory=memory, progress=False) as llm:
+            with LLM(checkpoint, memory=memory, kv_pool=args.kv_pool, progress=False) as llm:
                 loaded = {"load_s": time.perf_counter() - start, "loaded_peak_gib": _peak_gib()}
                 for context in args.context:
-                    row = {"shape": args.shape, "memory": memory} | loaded
-                    table.append(row | measure(llm, context))
-                    print_row(table[-1])
+                    for cache in args.cache:
+                        for requests in args.requests:
+                            row = {"shape": args.shape, "memory": memory} | loaded
+                            table.append(row | measure(llm, context, cache, requests))
+                            print_row(table[-1])
     record(f"offloaded_{args.shape}", table, args.out, host_gb_s=RATES["h200"].host_bytes / 1e9)

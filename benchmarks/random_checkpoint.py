@@ -74,9 +74,40 @@ def dream_hf_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, A
     }
 
 
+def llama_hf_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The `config.json` that `config_from_hf` reads as `config`: a Llama 3.1, with its rotary scaling."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": {
+            "rope_type": config.rope.kind,
+            "factor": config.rope.factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": config.rope.original_positions,
+        },
+        "tie_word_embeddings": config.tied_head,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_id,
+        "torch_dtype": dtype,
+    }
+
+
 HF_CONFIGS: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "llada": llada_hf_config,
     "dream": dream_hf_config,
+    "llama": llama_hf_config,
 }
 """What writes the `config.json` of a family."""
 

@@ -9,19 +9,19 @@ import httpx
 import numpy as np
 import pytest
 
+from benchmarks.offloaded import ALL_SHAPES
 from benchmarks.random_checkpoint import HF_CONFIGS
-from benchmarks.served_checkpoint import SERVED, write_served_checkpoint
+from benchmarks.served_checkpoint import write_served_checkpoint
 from benchmarks.serving import served
-from benchmarks.shapes import SHAPES
 from jdllm.models.hf_config import config_from_hf
 from tests.benchmarks.shapes import small
 
 STEPS = 16
 
 
-@pytest.mark.parametrize("shape", SERVED)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_its_configuration_is_read_as_the_shape(shape: str):
-    config = SHAPES[shape]
+    config = ALL_SHAPES[shape]
     read = config_from_hf(HF_CONFIGS[config.family](config))
     # The end of a turn is in Dream's tokenizer alone.
     assert dataclasses.replace(read, eot_id=config.eot_id) == dataclasses.replace(config, dtype="bfloat16")
