@@ -237,13 +237,12 @@ def _plan_parts(asked: "StepQuestion", adapter: int, as_json: bool) -> None:
     """Plan a prompt that is read in parts, beside an adapter of so many bytes."""
     from jdllm.cli.plan_blocks import block_facts, describe_blocks
     from jdllm.cli.plan_causal import causal_facts, describe_causal
-    from jdllm.planning.account import make_account
     from jdllm.planning.blocks import plan_blocks
     from jdllm.planning.causal import plan_causal
     from jdllm.planning.sharing import less
 
-    workload, target, budget = asked.workload, asked.card.target, less(asked.budget, adapter)
-    account = make_account(workload.config, workload.dtype, budget, device=workload.device, **asked.sizes)
+    workload, target = asked.workload, asked.card.target
+    account = dataclasses.replace(asked, budget=less(asked.budget, adapter)).account()
     if workload.config.in_order:
         plan = plan_causal(workload, account, target, asked.context)
         told, said = causal_facts(account, plan), describe_causal(workload, account, target, plan)
@@ -271,19 +270,10 @@ def _question(context: int | None, long: Long) -> "Question":
 
 def _plan_prefilling(asked: "StepQuestion", prefilling: str, question: "Question", as_json: bool) -> None:
     from jdllm.cli.plan_prefilling import describe_stages, stage_facts
-    from jdllm.planning.account import make_account
     from jdllm.planning.prefilling import LongPlan
 
     workload, settings = asked.workload, parse_prefilling(prefilling)
-    account = make_account(
-        workload.config,
-        workload.dtype,
-        asked.budget,
-        device=workload.device,
-        max_num_logits=workload.max_num_logits,
-        **asked.sizes,
-    )
-    plan = LongPlan(workload, account, asked.card.target, settings, question)
+    plan = LongPlan(workload, asked.account(), asked.card.target, settings, question)
     print_result(json.dumps(stage_facts(plan)) if as_json else describe_stages(plan))
     if (lacks := plan.lacking) is not None:
         _does_not_fit(f"{lacks}: raise --memory, or keep fewer chunks or tokens of each")

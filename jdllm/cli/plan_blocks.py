@@ -33,7 +33,7 @@ def describe_blocks(workload: Workload, account: Account, target: str, plan: Blo
             f" at least {format_seconds(plan.evaluation_seconds)}",
             "",
             *([f"adapter       {format_bytes(adapter)}"] if adapter else []),
-            *account_lines(account, plan.peak_bytes),
+            *account_lines(account, target, plan.peak_bytes),
             f"longest prompt: {tokens_of(plan.longest, positions)}",
         ]
     )

@@ -32,7 +32,7 @@ def describe_causal(workload: Workload, account: Account, target: str, plan: Cau
             f"{tokens(plan.prompt)} of prompt {'fit' if plan.fits else 'do not fit'} on {target}",
             *_times(workload, plan),
             "",
-            *account_lines(account, plan.peak_bytes),
+            *account_lines(account, target, plan.peak_bytes),
             *([f"host memory   {format_bytes(plan.host_bytes)}"] if plan.host_bytes else []),
             *longest,
         ]
@@ -55,5 +55,5 @@ def _times(workload: Workload, plan: CausalPlan) -> list[str]:
             f" {estimated(plan.back_seconds, plan.prefill_measured)}"
         )
     passing = format_bytes(plan.layered.streamed_bytes)
-    through = f", {passing} of keys pass through the device for each" if plan.transfer_seconds else ""
+    through = f", {passing} of keys pass through the device for each" if plan.layered.streamed_bytes else ""
     return [*lines, f"decode: {token}{through}"]

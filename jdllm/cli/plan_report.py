@@ -10,7 +10,7 @@ import jax
 
 from jdllm.byte_sizes import format_bytes
 from jdllm.cli.options import as_option, in_option_words
-from jdllm.execution.offload.placement import host_weight_bytes
+from jdllm.cli.plan_parts import streamed_line
 from jdllm.planning.account import Account
 from jdllm.planning.answer import Longest, Report, room_of
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD
@@ -20,7 +20,7 @@ from jdllm.planning.report import Frame, format_peak_table, timeline
 from jdllm.planning.room import longest_request
 from jdllm.planning.search import search
 from jdllm.planning.sharing import pages_of
-from jdllm.planning.step_time import RATES, estimated, format_seconds, step_time
+from jdllm.planning.step_time import format_seconds, step_time
 from jdllm.planning.templates import step_template
 from jdllm.planning.tier_template import tier_template
 
@@ -216,19 +216,8 @@ def describe_engine(report: Report) -> str:
         f"longest context once the pool is given up: {_tokens(report, account.longest)}",
     ]
     if account.offloaded:
-        lines.append(_streamed(report, account.offloaded))
+        lines.append(streamed_line(account, report.card.target))
     return "\n".join(lines)
-
-
-def _streamed(report: Report, offloaded: int) -> str:
-    """What every step moves to the device, however many requests it has."""
-    workload, rates = report.workload, RATES[report.card.target]
-    moved = host_weight_bytes(workload.config, workload.dtype, offloaded)
-    taking = estimated(moved / rates.host_bytes, rates.measured)
-    return (
-        f"weights of {offloaded} layers are in host memory: each step moves {format_bytes(moved)} for all of"
-        f" its requests together, in {taking}"
-    )
 
 
 def _longest(report: Report, longest: Longest) -> str:

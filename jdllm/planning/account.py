@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jdllm.byte_sizes import format_bytes
 from jdllm.errors import ConfigError, NoRoomError
-from jdllm.execution.offload.placement import arriving_bytes, device_weight_bytes
+from jdllm.execution.offload.placement import LAYERS_ON_DEVICE, device_weight_bytes, host_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
@@ -43,8 +43,7 @@ class Account:
       has the last word.
     - `pages`, `page_bytes`: of the pool, the scratch page included.
     - `offloaded`: layers whose weights are in host memory. Then steps are cut to fit on the device only.
-    - `arriving`: bytes of `weights` for layers on their way from host memory, which the compiler counts among
-      the temporaries of a step.
+    - `streamed`: bytes of these layers, which every step moves to the device.
     - `sharing`: how the device is shared out, if there is a budget; with all weights on it.
     """
 
@@ -60,13 +59,19 @@ class Account:
     pages: int
     page_bytes: int
     offloaded: int = 0
-    arriving: int = 0
+    streamed: int = 0
     sharing: Sharing | None = None
 
     @property
     def prepare_rows(self) -> int:
         """Packed rows of the largest evaluation that prepares a long context."""
         return min(self.rows, self.max_refresh)
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of `weights` for layers on their way from host memory, which the compiler counts among the
+        temporaries of a step."""
+        return LAYERS_ON_DEVICE * self.streamed // max(1, self.offloaded)
 
     @property
     def pool_bytes(self) -> int:
@@ -196,7 +201,7 @@ def make_account(
         pages=pages,
         page_bytes=page_bytes,
         offloaded=offloaded,
-        arriving=arriving_bytes(config, dtype, offloaded),
+        streamed=host_weight_bytes(config, dtype, offloaded),
         sharing=shared,
     )
     return dataclasses.replace(account, steps=_steps(model, account, max_context or 0))

@@ -17,7 +17,8 @@ class BlocksPlan(NamedTuple):
     - `parts`: in which the prompt is evaluated and stored; `rows`: of the largest.
     - `prefill_seconds`: until the first block begins. An estimate from arithmetic and bytes.
     - `evaluation_bytes`: that an evaluation of one block reads: stored keys at that length, and what
-      `weights_read` counts. `evaluation_seconds`: the least time that these bytes take.
+      `weights_read` counts. `evaluation_seconds`: the least time that these bytes take, or layers from host
+      memory.
     - `peak_bytes`: of the device.
     - `longest`: tokens of the longest prompt.
     - `measured`: whether `prefill_seconds` is at a rate that was measured.
@@ -54,15 +55,16 @@ def plan_blocks(workload: Workload, account: Account, target: str, prompt: int |
     parts = -(-tokens // chunk)
     overhead = 0 if account.budget is None else account.budget.overhead
     read = evaluation_bytes(config, dtype, block, tokens)
+    streamed = account.streamed / rates.host_bytes
     return BlocksPlan(
         prompt=tokens,
         fits=0 < tokens <= longest,
         block_length=block,
         parts=parts,
         rows=min(tokens, chunk),
-        prefill_seconds=prefill_seconds(workload, rates, tokens, parts),
+        prefill_seconds=max(parts * streamed, prefill_seconds(workload, rates, tokens, parts)),
         evaluation_bytes=read,
-        evaluation_seconds=read / rates.bytes,
+        evaluation_seconds=max(streamed, read / rates.bytes),
         peak_bytes=account.weights + overhead + account.pool_bytes + account.largest_step,
         longest=longest,
         measured=rates.measured and dtype != "float32",

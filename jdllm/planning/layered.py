@@ -6,6 +6,7 @@ prompt the residual stream is free: some layers come back, and the others pass t
 token.
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -50,7 +51,8 @@ class Layered(NamedTuple):
         """That of an engine; `None` where it has no budget, and on several cards."""
         if account.budget is None or config.cards > 1:
             return None
-        return cls(config, dtype, account.budget, account.weights + account.verifier)
+        budget = dataclasses.replace(account.budget, host=account.budget.host - account.streamed)
+        return cls(config, dtype, budget, account.weights + account.verifier)
 
     @property
     def itemsize(self) -> int:

@@ -163,6 +163,7 @@ class _Planned:
         self._workload = dataclasses.replace(workload, cache_policy="dual", max_num_logits=most)
         self._rates = RATES[target]
         self._weights = param_bytes(workload.config, workload.dtype)
+        self._streaming = account.streamed / self._rates.host_bytes
 
     def stage(
         self,
@@ -181,7 +182,7 @@ class _Planned:
         segment = segment or rows
         flops = rows / segment * step_flops(config, segment, round(head_rows * segment / rows))
         rate = self._rates.flops_f32 if self._workload.dtype == "float32" else self._rates.flops
-        seconds = evaluations * max(flops / rate, self._weights / self._rates.bytes)
+        seconds = evaluations * max(flops / rate, self._weights / self._rates.bytes, self._streaming)
         return StagePlan(name, evaluations, rows, needed, stored, seconds)
 
     def steps(self, question: Question, rows: int) -> StagePlan:
@@ -189,4 +190,4 @@ class _Planned:
         page_bytes = pool_bytes(self._workload.config, self._workload.dtype, 1, PAGE_ROWS)
         read = self._weights + page_bytes * rows / PAGE_ROWS
         block = self.stage("answer", question.gen_length, question.block_length, question.block_length)
-        return block._replace(seconds=question.gen_length * read / self._rates.bytes)
+        return block._replace(seconds=question.gen_length * max(read / self._rates.bytes, self._streaming))

@@ -16,8 +16,10 @@ from jdllm.cli import app
 from jdllm.execution.offload.placement import host_weight_bytes
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import param_bytes
+from jdllm.pallas.device import HOPPER
 from jdllm.planning.budget import Budget
 from jdllm.planning.card import Card
+from jdllm.planning.offloading import account_with_offloading
 from tests.helpers import Golden
 from tests.planning.plan_command import GIB, assert_mistake, facts, invoke, run
 
@@ -182,26 +184,32 @@ def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_mistake(run(tmp_path / "config.json"), "not readable as JSON")
 
 
+@pytest.fixture
+def causal(tmp_path: Path) -> Path:
+    """The configuration of a causal model of 8B."""
+    values = json.loads((Golden("llama").directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | CAUSAL))
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("llada", ["--memory", "2GiB", "--no-host-tiers"]),
-        ("dream", ["--prefilling", "dream", "--context", "131072", "--memory", "14GiB"]),
+        (
+            "dream",
+            ["--prefilling", "dream", "--context", "131072", "--memory", "14GiB", "--no-host-tiers"],
+        ),
         ("dream", ["--prefilling", '{"chunks_kept": 4096}', "--context", "4194304", "--memory", "24GiB"]),
-        ("causal", ["--memory", "10GiB"]),
+        ("causal", ["--memory", "10GiB", "--host-memory", "0"]),
         ("causal", ["--memory", "24GiB", "--host-memory", "0", "--context", "1000000"]),
         ("llada", ["--memory", "24GiB", "--kv-pool", "20GiB"]),
     ],
 )
 def test_what_does_not_fit_ends_with_3(
-    configs: dict[str, Path], tmp_path: Path, family: str, options: list[str]
+    configs: dict[str, Path], causal: Path, family: str, options: list[str]
 ):
-    model = configs.get(family)
-    if model is None:
-        values = json.loads((Golden("llama").directory / "config.json").read_text())
-        model = tmp_path / "config.json"
-        model.write_text(json.dumps(values | CAUSAL))
-    result = invoke(model, "--target", "h100", "--json", *options)
+    result = invoke(configs.get(family, causal), "--target", "h100", "--json", *options)
     assert result.exit_code == 3
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
@@ -225,3 +233,24 @@ def test_values_of_the_configuration_are_overridden(llada: Path):
     assert (usual["positions"], got["positions"]) == (4096, 9000)
     assert got["weights_bytes"] < 0.6 * usual["weights_bytes"]
     assert_mistake(invoke(llada, "--hf-overrides", "[1]"), "--hf-overrides is '[1]', expected a JSON object")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["8GiB", "12GiB"])
+def test_a_causal_model_whose_weights_do_not_fit(causal: Path, memory: str):
+    """An engine in the budget takes what the plan promises, and layers in host memory belong to it."""
+    found = invoke(causal, "--memory", memory, "--host-memory", "40GiB", "--json")
+    told = json.loads(found.stdout)
+    assert (found.exit_code, told["fits"]) == (0, True)
+    config = config_from_hf(causal)
+    budget = Budget(int(memory.removesuffix("GiB")) * GIB, host=40 * GIB)
+    account = account_with_offloading(config, "bfloat16", budget, device=HOPPER)
+    assert told["offloaded_layers"] == account.offloaded > 0
+    assert told["streamed_weights_bytes"] == host_weight_bytes(config, "bfloat16", account.offloaded)
+    assert told["host_bytes"] <= 40 * GIB
+    assert told["token_seconds"] >= told["streamed_weights_bytes"] / 51e9
+    shorter = json.loads(invoke(causal, "--memory", memory, "--context", "1024", "--json").stdout)
+    assert shorter["transfer_seconds"] == shorter["streamed_weights_bytes"] / 51e9
+    refused = invoke(causal, "--memory", memory, "--host-memory", "1GiB")
+    assert refused.exit_code == 3
+    assert "host_memory is 1.00 GiB" in refused.output
