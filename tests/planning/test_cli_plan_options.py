@@ -253,4 +253,4 @@ def test_a_causal_model_whose_weights_do_not_fit(causal: Path, memory: str):
     assert shorter["transfer_seconds"] == shorter["streamed_weights_bytes"] / 51e9
     refused = invoke(causal, "--memory", memory, "--host-memory", "1GiB")
     assert refused.exit_code == 3
-    assert "host_memory is 1.00 GiB" in refused.output
+    assert "--host-memory is 1.00 GiB" in refused.output
