@@ -1,21 +1,31 @@
 """Matrices in few bits whose numbers and scales are drawn, so that no rounding is part of them."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
 
-from jdllm.quantised import FLOAT8, GROUP, KINDS, Quantised, WeightForm, paired
+from jdllm.quantised import FLOAT8, GROUP, KINDS, SHIFTED_GROUP, Quantised, Shifted, WeightForm, paired
+
+Form = WeightForm | Literal["shifted"]
+
+FEW_BITS: dict[Form, type[Quantised]] = {**KINDS, "shifted": Shifted}
+"""All kinds of matrices in few bits."""
 
 
-def drawn_matrices(form: WeightForm, shape: tuple[int, ...], seed: int) -> tuple[Quantised, np.ndarray]:
+def drawn_matrices(form: Form, shape: tuple[int, ...], seed: int) -> tuple[Quantised, np.ndarray]:
     """Matrices, and what they stand for, exactly.
 
     Numbers are whole ones from -8 to 7, or beyond these up to 127 in int8. Each row has another scale, or
-    each group of a row. Scales have few bits: sums of some hundred products with small whole numbers are
-    exact in f32, and a number of 4 bits times its scale is exact in 16 bits.
+    each group of a row, which may have an offset, too. Scales have few bits: sums of some hundred products
+    with small whole numbers are exact in f32. In 16 bits a number of 4 bits times its scale is exact, also
+    with its offset.
 
     Arguments:
     - `shape`: `[..., outputs, inputs]`.
     """
+    if form == "shifted":
+        return _drawn_shifted(shape, seed)
     rng, most = np.random.default_rng(seed), 128 if form == "int8" else 8
     *rows, inputs = shape
     values = rng.integers(-most, most, shape)
@@ -28,3 +38,14 @@ def drawn_matrices(form: WeightForm, shape: tuple[int, ...], seed: int) -> tuple
         return KINDS[form].of_stored(paired(stored), given), exact
     stored = stored.astype(FLOAT8 if form == "fp8" else jnp.int8)
     return KINDS[form].of_stored(stored, given[..., 0]), exact
+
+
+def _drawn_shifted(shape: tuple[int, ...], seed: int) -> tuple[Shifted, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    *rows, inputs = shape
+    groups = *rows, inputs // SHIFTED_GROUP
+    values, step = rng.integers(-8, 8, shape), 2.0 ** rng.integers(-9, -6, groups)
+    scales, offsets = step * rng.integers(1, 4, groups), step * rng.integers(-50, 51, groups)
+    stored, *given = (jnp.asarray(x, jnp.float32) for x in (values, scales, offsets))
+    scales, offsets = (np.repeat(x, SHIFTED_GROUP, axis=-1) for x in (scales, offsets))
+    return Shifted.of_numbers(stored.astype(jnp.int8), *given), values * scales + offsets

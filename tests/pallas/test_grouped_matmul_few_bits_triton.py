@@ -12,8 +12,9 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.grouped_matmul.limits import check_few_bits_triton, operator_for
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
 from jdllm.quantised import WeightForm
+from tests.few_bits import drawn_matrices
 from tests.pallas.test_grouped_matmul import oracle
-from tests.pallas.test_grouped_matmul_few_bits import FIRST, stack
+from tests.pallas.test_grouped_matmul_few_bits import ALL_GROUPS, FIRST, stack
 from tests.pallas.triton_interpreter import interpreted
 
 K, N = 256, 72
@@ -63,6 +64,7 @@ class TestLimits:
         for operands, said in (
             ((x.astype(jnp.int8), weights, None), "not of int8"),
             ((x, stack("fp8", 0, N, K)[0], None), "takes no floats of 8 bits"),
+            ((x, drawn_matrices("shifted", (ALL_GROUPS, N, K), 0)[0], None), "no groups with offsets"),
             ((x, stack("int8", 0, N, 192)[0], None), "multiples of 128, not 192 and 72 outputs"),
             ((x, weights, stack("int4", 0, N, K)[0]), "not Grouped .* and Quantised"),
         ):

@@ -9,7 +9,7 @@ from jdllm.pallas.dispatch import Form, Language, Operator, check_one_dtype, for
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
 from jdllm.pallas.grouped_matmul.types import Plain, Weights, X, sides
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.quantised import GROUP, Float8, Quantised
+from jdllm.quantised import GROUP, Float8, Quantised, Shifted
 
 Rows = X | jax.ShapeDtypeStruct
 Matrices = Plain | jax.ShapeDtypeStruct
@@ -50,7 +50,7 @@ def check_few_bits_mosaic_gpu(x: Rows, weights: Quantised, gate: Quantised | Non
     operands."""
     refusal = "the Hopper form for few bits multiplies rows of bfloat16 or float16, not of"
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x)
-    _check_gate("Hopper", weights, gate)
+    _check_kind("Hopper", weights, gate)
     k, n = sides(weights)
     if k % GROUP or n % WARPGROUP_ROWS or 0 in (k, n):
         raise NotImplementedError(
@@ -64,7 +64,7 @@ def check_few_bits_triton(x: Rows, weights: Quantised, gate: Quantised | None) -
     operands."""
     refusal = "the Triton form for few bits multiplies rows of bfloat16, float16 or float32, not of"
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x)
-    _check_gate("Triton", weights, gate)
+    _check_kind("Triton", weights, gate)
     k, n = sides(weights)
     if isinstance(weights, Float8):
         raise NotImplementedError("the Triton form for few bits takes no floats of 8 bits")
@@ -74,7 +74,10 @@ def check_few_bits_triton(x: Rows, weights: Quantised, gate: Quantised | None) -
         )
 
 
-def _check_gate(form: str, weights: Quantised, gate: Quantised | None) -> None:
+def _check_kind(form: str, weights: Quantised, gate: Quantised | None) -> None:
+    """The limits that both kernels for few bits have, whatever the sides of a matrix are."""
+    if isinstance(weights, Shifted):
+        raise NotImplementedError(f"the {form} form for few bits takes no groups with offsets")
     if gate is not None and (type(gate), gate.shape) != (type(weights), weights.shape):
         raise NotImplementedError(
             f"the {form} form for few bits takes gates of the form and shape of the matrices, not"

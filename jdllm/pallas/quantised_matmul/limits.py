@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.quantised import GROUP, Float8
+from jdllm.quantised import GROUP, Float8, Shifted
 
 MOST_ROWS = 2048
 """With more rows, time is that of the arithmetic: XLA's products are faster, and the wide matrix costs little
@@ -51,6 +51,8 @@ def _check_kernel(
         raise NotImplementedError(
             f"the {form} form takes no floats of 8 bits, which XLA multiplies as they are"
         )
+    if isinstance(weight, Shifted):
+        raise NotImplementedError(f"the {form} form takes no groups with offsets")
 
 
 QUANTISED_MATMUL = Operator[None](

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.skinny_matmul.tiles import MAX_ROWS, WIDE, column_unit, depth_of
-from jdllm.pallas.skinny_matmul.types import X, bits_of
+from jdllm.pallas.skinny_matmul.types import X, kind_of
+from jdllm.quantised import Shifted
 
 Stacks = Sequence[Any]
 """Weights, which may be abstract."""
@@ -21,12 +22,15 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
     - `head_dim`: of products that are rotated.
     """
     refusal = "the Hopper form multiplies few rows of all bfloat16 or all float16, not of"
-    bits = bits_of(weights)
-    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *(() if bits else weights))
+    kind = kind_of(weights)
+    bits = kind.bits if kind else WIDE
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *(() if kind else weights))
+    if kind is not None and issubclass(kind, Shifted):
+        raise NotImplementedError("the Hopper form takes no groups with offsets")
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
-    k, depth = weights[0].shape[2], depth_of(bits or WIDE)
-    unit, turned = (column_unit(bits or WIDE, rotated) for rotated in (False, True))
+    k, depth = weights[0].shape[2], depth_of(bits)
+    unit, turned = (column_unit(bits, rotated) for rotated in (False, True))
     for n in (w.shape[1] for w in weights):
         if n % unit or k % depth or 0 in (n, k):
             raise NotImplementedError(
@@ -45,7 +49,7 @@ def check_triton(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | N
     Arguments:
     - `head_dim`: of products that are rotated; any.
     """
-    if bits_of(weights):
+    if kind_of(weights):
         raise NotImplementedError("the Triton form takes no quantised weights")
     refusal = "the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of"
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x, *weights)

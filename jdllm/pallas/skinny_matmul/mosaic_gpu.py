@@ -19,8 +19,8 @@ from jdllm.pallas.skinny_matmul.types import (
     Rotation,
     Weight,
     X,
-    bits_of,
     head_dim_of,
+    kind_of,
     unpacked,
 )
 
@@ -77,7 +77,8 @@ def _parts(
     outputs = [w.shape[1] for w in weights]
     options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
     values, scales = unpacked(weights)
-    tiles = tiles or default_tiles(padded, outputs, k, bits=bits_of(weights) or WIDE, **options)
+    kind = kind_of(weights)
+    tiles = tiles or default_tiles(padded, outputs, k, bits=kind.bits if kind else WIDE, **options)
     tiles.check(padded, outputs, k, **options)
     if padded > rows:
         x, *angles = (jnp.pad(y, ((0, padded - rows), (0, 0))) for y in (x, *(rotation or ())))

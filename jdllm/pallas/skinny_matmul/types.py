@@ -21,10 +21,10 @@ def head_dim_of(rotation: Rotation | None) -> int | None:
     return None if rotation is None else 2 * rotation[0].shape[1]
 
 
-def bits_of(weights: Sequence[Any]) -> int | None:
-    """Bits of these weights, `None` of those that are not quantised. Raises `NotImplementedError` where some
-    are unlike others."""
-    kinds = {weight.bits if isinstance(weight, Quantised) else None for weight in weights}
+def kind_of(weights: Sequence[Any]) -> type[Quantised] | None:
+    """The kind of these weights, `None` of those that are not quantised. Raises `NotImplementedError` where
+    some are unlike others."""
+    kinds = {type(weight) if isinstance(weight, Quantised) else None for weight in weights}
     if len(kinds) > 1:
         raise NotImplementedError("products of a few rows take weights that are all quantised alike, or none")
     return kinds.pop()
