@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,3 +50,23 @@ def _drawn_shifted(shape: tuple[int, ...], seed: int) -> tuple[Shifted, np.ndarr
     stored, *given = (jnp.asarray(x, jnp.float32) for x in (values, scales, offsets))
     scales, offsets = (np.repeat(x, SHIFTED_GROUP, axis=-1) for x in (scales, offsets))
     return Shifted.of_numbers(stored.astype(jnp.int8), *given), values * scales + offsets
+
+
+def of_one_layer(stack: Quantised, layer: int) -> Quantised:
+    """A stack of matrices in which no scale, offset or float of another layer is a number."""
+
+    def lose(part: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(part.dtype, jnp.floating):
+            return part
+        own = (jnp.arange(len(part)) == layer).reshape(-1, *[1] * (part.ndim - 1))
+        return jnp.where(own, part, jnp.asarray(jnp.nan, part.dtype))
+
+    return jax.tree.map(lose, stack)
+
+
+def shape_of(form: Form, shape: tuple[int, ...]) -> Quantised:
+    """Matrices `[..., outputs, inputs]` that are abstract."""
+    if form != "shifted":
+        return jax.eval_shape(KINDS[form].of, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    of_group = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // SHIFTED_GROUP), jnp.bfloat16)
+    return jax.eval_shape(Shifted.of_numbers, jax.ShapeDtypeStruct(shape, jnp.int8), of_group, of_group)

@@ -15,8 +15,9 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.planning.aot import compile_for
-from jdllm.quantised import KINDS, WeightForm
+from jdllm.quantised import KINDS
 from tests.aot.triton_kernels import KIB, check_kernel
+from tests.few_bits import Form, shape_of
 
 pytestmark = pytest.mark.aot
 
@@ -38,10 +39,10 @@ FEW = [
     *(("gated", rows, jnp.float32) for rows in (16, 32, 64)),
 ]
 
-FEW_BITS: list[tuple[WeightForm, int, Any]] = [
-    *((bits, rows, jnp.bfloat16) for bits in ("int8", "int4") for rows in (16, 32, 64, 512)),
-    ("int4", 512, jnp.float16),
-    *((bits, rows, jnp.float32) for bits in ("int8", "int4") for rows in (16, 512)),
+FEW_BITS: list[tuple[Form, int, Any]] = [
+    *((bits, rows, jnp.bfloat16) for bits in ("int8", "int4", "shifted") for rows in (16, 32, 64, 512)),
+    *((bits, 512, jnp.float16) for bits in ("int4", "shifted")),
+    *((bits, rows, jnp.float32) for bits in ("int8", "int4", "shifted") for rows in (16, 512)),
 ]
 """Bits of weights, rows, and the type of the rows."""
 
@@ -146,7 +147,7 @@ def test_products_with_few_bits_fit_the_card(
     form = form_for("quantised_matmul", monkeypatch, capability)
     for bits, rows, dtype in FEW_BITS:
         multiply = functools.partial(form.quantised_matmul_triton)
-        stack = jax.eval_shape(KINDS[bits].of, shape(LAYERS, 12288, 4096, dtype=dtype))
+        stack = shape_of(bits, (LAYERS, 12288, 4096))
         traced = jax.jit(multiply).trace(shape(rows, 4096, dtype=dtype), stack, layer=shape(dtype=jnp.int32))
         traced.lower(lowering_platforms=("cuda",))
         check_kernel(kernels[-1], capability)

@@ -12,7 +12,8 @@ from jdllm.pallas.quantised_matmul import quantised_matmul
 from jdllm.pallas.quantised_matmul.limits import MOST_ROWS, check_mosaic_gpu
 from jdllm.pallas.quantised_matmul.mosaic_gpu import quantised_matmul_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import Tiles, default_tiles
-from jdllm.quantised import KINDS, Quantised, WeightForm, paired
+from jdllm.quantised import Quantised
+from tests.few_bits import FEW_BITS, Form, drawn_matrices, of_one_layer
 
 LAYERS, LAYER, K = 3, 1, 384
 
@@ -20,30 +21,18 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(params=["int8", "int4"])
-def form(request: pytest.FixtureRequest) -> WeightForm:
+def form(request: pytest.FixtureRequest) -> Form:
     return request.param
 
 
-def operands(
-    form: WeightForm, rows: int, n: int, dtype=jnp.bfloat16
-) -> tuple[jax.Array, Quantised, np.ndarray]:
+def operands(form: Form, rows: int, n: int, dtype=jnp.bfloat16) -> tuple[jax.Array, Quantised, np.ndarray]:
     """Rows, a stack, and the exact products of the rows with the matrix of `LAYER`.
 
-    Sums are exact in f32, and so are scaled weights of 4 bits in 16 bits. Each row has another scale, or each
-    group of a row, and other layers have scales that no test expects.
+    Sums are exact in f32, and so are scaled weights of 4 bits in 16 bits. Other layers are not numbers.
     """
-    most, groups = (128, 1) if form == "int8" else (8, K // 128)
-    rng = np.random.default_rng(rows + n)
-    x = jnp.asarray(rng.integers(-1, 2, (rows, K)), dtype)
-    values = rng.integers(-most, most, (LAYERS, n, K))
-    scales = 2.0 ** rng.integers(-9, -6, (LAYERS, n, groups)) * rng.integers(1, 4, (LAYERS, n, groups))
-    scales[np.arange(LAYERS) != LAYER] = np.nan
-    given = scales[..., 0] if form == "int8" else scales
-    stored = jnp.asarray(values, jnp.int8)
-    stored = stored if form == "int8" else paired(stored)
-    weight = KINDS[form].of_stored(stored, jnp.asarray(given, jnp.float32))
-    matrix = values[LAYER] * np.repeat(scales[LAYER], K // groups, axis=1)
-    return x, weight, np.asarray(x, np.float64) @ matrix.T
+    x = jnp.asarray(np.random.default_rng(rows + n).integers(-1, 2, (rows, K)), dtype)
+    weight, matrices = drawn_matrices(form, (LAYERS, n, K), rows + n)
+    return x, of_one_layer(weight, LAYER), np.asarray(x, np.float64) @ matrices[LAYER].T
 
 
 def check(actual: jax.Array, exact: np.ndarray) -> None:
@@ -63,19 +52,20 @@ class TestKernel:
             slow(65, 64, (64, 1, 1)),
         ],
     )
-    def test_cuts(self, rows: int, n: int, cut: tuple[int, int, int], form: WeightForm):
+    def test_cuts(self, rows: int, n: int, cut: tuple[int, int, int], form: Form):
         x, weight, exact = operands(form, rows, n)
         tiles = Tiles(*cut, bits=weight.bits, processors=2)
         check(quantised_matmul_mosaic_gpu(x, weight, layer=LAYER, tiles=tiles), exact)
 
     @pytest.mark.slow
-    def test_defaults(self, form: WeightForm):
+    def test_defaults(self, form: Form):
         x, weight, exact = operands(form, 100, 192, jnp.float16)
         check(quantised_matmul_mosaic_gpu(x, weight, layer=jnp.int32(LAYER)), exact)
 
 
 class TestPortable:
-    def test_products(self, form: WeightForm):
+    @pytest.mark.parametrize("form", ["int8", "int4", "shifted"])
+    def test_products(self, form: Form):
         x, weight, exact = operands(form, 65, 40, jnp.float32)
         check(quantised_matmul(x, weight, layer=LAYER, implementation="xla"), exact)
 
@@ -85,8 +75,8 @@ class TestCuts:
     @pytest.mark.parametrize(
         ("n", "k"), [(4096, 4096), (12288, 4096), (4096, 12288), (18944, 3584), (64, 128)]
     )
-    def test_defaults_fit(self, rows: int, n: int, k: int, form: WeightForm):
-        tiles = default_tiles(rows, n, k, KINDS[form].bits)
+    def test_defaults_fit(self, rows: int, n: int, k: int, form: Form):
+        tiles = default_tiles(rows, n, k, FEW_BITS[form].bits)
         blocks, clusters = tiles.blocks(rows + -rows % tiles.rows, n)
         assert blocks * tiles.rows >= rows
         assert clusters * tiles.cluster * tiles.columns == n
@@ -107,18 +97,18 @@ class TestCuts:
 
 
 class TestRefusals:
-    def test_sides(self, form: WeightForm):
+    def test_sides(self, form: Form):
         x, weight, _ = operands(form, 65, 96)
         with pytest.raises(NotImplementedError, match="multiples of 64 and 128, not 96 and 384"):
             check_mosaic_gpu(x, weight)
 
     @pytest.mark.parametrize("rows", [0, MOST_ROWS + 1])
-    def test_rows(self, rows: int, form: WeightForm):
+    def test_rows(self, rows: int, form: Form):
         x, weight, _ = operands(form, rows, 64)
         with pytest.raises(NotImplementedError, match=f"takes 1 to {MOST_ROWS} rows, not {rows}"):
             check_mosaic_gpu(x, weight)
 
-    def test_types(self, form: WeightForm):
+    def test_types(self, form: Form):
         x, weight, _ = operands(form, 65, 64, jnp.float32)
         with pytest.raises(NotImplementedError, match="not of float32"):
             check_mosaic_gpu(x, weight)

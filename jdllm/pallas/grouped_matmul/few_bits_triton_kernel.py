@@ -92,6 +92,22 @@ def _sums(
         scales += place * (K // GROUP) * N
         number = tl.cast(rows, tl.int64)
         sums = add_pairs(
-            sums, x, weights, scales, line, column, own, inside, 0, end, number, K, N, GROUP, BLOCK_K
+            sums,
+            x,
+            weights,
+            scales,
+            scales,
+            line,
+            column,
+            own,
+            inside,
+            0,
+            end,
+            number,
+            K,
+            N,
+            GROUP,
+            False,
+            BLOCK_K,
         )
     return sums

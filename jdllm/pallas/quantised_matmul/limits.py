@@ -20,6 +20,8 @@ beside them."""
 def check_mosaic_gpu(x: Float[Array, "rows k"] | jax.ShapeDtypeStruct, weight: Any) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
     _check_kernel("Hopper", (jnp.bfloat16, jnp.float16), x, weight)
+    if isinstance(weight, Shifted):
+        raise NotImplementedError("the Hopper form takes no groups with offsets")
     _, n, k = weight.shape
     if n % WARPGROUP_ROWS or k % GROUP or 0 in (n, k):
         raise NotImplementedError(
@@ -51,8 +53,6 @@ def _check_kernel(
         raise NotImplementedError(
             f"the {form} form takes no floats of 8 bits, which XLA multiplies as they are"
         )
-    if isinstance(weight, Shifted):
-        raise NotImplementedError(f"the {form} form takes no groups with offsets")
 
 
 QUANTISED_MATMUL = Operator[None](

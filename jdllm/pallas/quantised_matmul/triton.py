@@ -11,7 +11,7 @@ from jdllm.pallas.quantised_matmul.limits import check_triton
 from jdllm.pallas.quantised_matmul.triton_kernel import multiply_rows
 from jdllm.pallas.skinny_matmul.triton import parts_of
 from jdllm.pallas.triton_launch import MANY, ProductSizes, Schedule, SizeTable, fitting, launch
-from jdllm.quantised import GROUP, Grouped, Quantised
+from jdllm.quantised import GROUP, SHIFTED_GROUP, Grouped, Quantised, Shifted
 
 _SIZES: SizeTable[ProductSizes] = {
     2: (
@@ -25,7 +25,8 @@ _SIZES: SizeTable[ProductSizes] = {
         (MANY, 99, ProductSizes(32, 64, 32, Schedule(4, 2))),
     ),
 }
-"""Of up to so many rows. A group of inputs is a multiple of each depth."""
+"""Of up to so many rows. Each depth divides the inputs that share a scale alone, and is a multiple of those
+that share a scale and an offset."""
 
 sizes_for = functools.partial(fitting, _SIZES)
 
@@ -48,8 +49,8 @@ def quantised_matmul_triton(
 ) -> Float[Array, "rows n"]:
     """Triton form of `jdllm.pallas.quantised_matmul.quantised_matmul`.
 
-    Every sum adds its terms in an order that depends on the cut alone. No weight is rounded: sums are scaled,
-    in 4 bits those of each group.
+    Every sum adds its terms in an order that depends on the cut alone. Weights whose groups have offsets are
+    rounded to the dtype of `x`, as by XLA. No other weight is: sums are scaled, in 4 bits those of each step.
 
     Arguments:
     - `sizes`: by default those of the device that is traced for.
@@ -58,6 +59,7 @@ def quantised_matmul_triton(
     """
     check_triton(x, weight)
     (rows, k), n = x.shape, weight.shape[1]
+    shifted = isinstance(weight, Shifted)
     sizes = sizes or sizes_for(rows, x.dtype.itemsize, target().capability)
     columns, row_blocks = -(-n // sizes.columns), -(-rows // sizes.rows)
     parts = parts_of(columns * row_blocks, k // sizes.depth)
@@ -67,6 +69,7 @@ def quantised_matmul_triton(
             ordered_rows(x, weight),
             weight.values,
             weight.scales,
+            weight.offsets if shifted else weight.scales,
             jnp.asarray(layer, jnp.int32).reshape(1),
             rows,
         ),
@@ -76,7 +79,8 @@ def quantised_matmul_triton(
         PARTS=parts,
         K=k,
         N=n,
-        GROUP=GROUP if isinstance(weight, Grouped) else 0,
+        GROUP=SHIFTED_GROUP if shifted else GROUP if isinstance(weight, Grouped) else 0,
+        SHIFTED=shifted,
         BLOCK_R=sizes.rows,
         BLOCK_N=sizes.columns,
         BLOCK_K=sizes.depth,

@@ -14,6 +14,7 @@ def multiply_rows(
     x,
     weights,
     scales,
+    offsets,
     layer,
     rows,
     out,
@@ -21,6 +22,7 @@ def multiply_rows(
     K: tl.constexpr,
     N: tl.constexpr,
     GROUP: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -28,9 +30,10 @@ def multiply_rows(
     """Multiply `BLOCK_R` rows with `BLOCK_N` outputs, over one of `PARTS` parts of the inputs.
 
     With a `GROUP` of 0 weights are int8, and `scales` is `[layers, N]`. Otherwise a byte has two weights of 4
-    bits, `GROUP` inputs, a multiple of `BLOCK_K`, share a scale, `scales` is `[layers, groups, N]`, and `x`
-    is `[2, rows, K / 2]`: the inputs of the lower bits of all bytes, then those of the higher bits. `out` is
-    `[PARTS, rows, N]`.
+    bits, `GROUP` inputs share a scale, `scales` is `[layers, groups, N]`, and `x` is `[2, rows, K / 2]`: the
+    inputs of the lower bits of all bytes, then those of the higher bits. Where `SHIFTED`, these inputs share
+    an offset, too, of `offsets`, and `BLOCK_K` is a multiple of `GROUP`. Else `GROUP` is one of `BLOCK_K`,
+    and nobody reads `offsets`. `out` is `[PARTS, rows, N]`.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -45,8 +48,25 @@ def multiply_rows(
     else:
         weights += place * N * (K // 2)
         scales += place * (K // GROUP) * N
+        offsets += place * (K // GROUP) * N
         sums = add_pairs(
-            sums, x, weights, scales, row, column, exist, inside, begin, end, rows, K, N, GROUP, BLOCK_K
+            sums,
+            x,
+            weights,
+            scales,
+            offsets,
+            row,
+            column,
+            exist,
+            inside,
+            begin,
+            end,
+            rows,
+            K,
+            N,
+            GROUP,
+            SHIFTED,
+            BLOCK_K,
         )
     to = out + (part * rows + row)[None, :] * N + column[:, None]
     tl.store(to, sums.to(out.dtype.element_ty), mask=inside[:, None] & exist[None, :])
@@ -74,6 +94,7 @@ def add_pairs(
     x,
     weights,
     scales,
+    offsets,
     row,
     column,
     exist,
@@ -84,6 +105,7 @@ def add_pairs(
     K: tl.constexpr,
     N: tl.constexpr,
     GROUP: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Scaled products of weights of 4 bits, a part of whose steps is from `begin` to `end`."""
@@ -96,10 +118,27 @@ def add_pairs(
         high = tl.load(low_at + rows * half, mask=exist[:, None], other=0.0)
         pairs = tl.load(w_at, mask=inside[:, None], other=0)
         first, second = (pairs & 15).to(tl.float32) - 8, (pairs >> 4).to(tl.float32) - 8
-        product = tl.dot(first.to(low.dtype), tl.trans(low), input_precision="ieee")
-        product = tl.dot(second.to(low.dtype), tl.trans(high), product, input_precision="ieee")
-        scale = tl.load(scales + step * BLOCK_K // GROUP * N + column, mask=inside, other=0.0)
-        sums += scale[:, None] * product
+        if SHIFTED:
+            scale = _of_groups(scales, step, column, inside, N, GROUP, BLOCK_K)
+            offset = _of_groups(offsets, step, column, inside, N, GROUP, BLOCK_K)
+            first, second = first * scale + offset, second * scale + offset
+            sums = tl.dot(first.to(low.dtype), tl.trans(low), sums, input_precision="ieee")
+            sums = tl.dot(second.to(low.dtype), tl.trans(high), sums, input_precision="ieee")
+        else:
+            product = tl.dot(first.to(low.dtype), tl.trans(low), input_precision="ieee")
+            product = tl.dot(second.to(low.dtype), tl.trans(high), product, input_precision="ieee")
+            scale = tl.load(scales + step * BLOCK_K // GROUP * N + column, mask=inside, other=0.0)
+            sums += scale[:, None] * product
         low_at += BLOCK_K // 2
         w_at += BLOCK_K // 2
     return sums
+
+
+@triton.jit
+def _of_groups(numbers, step, column, inside, N: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of each byte of a step the number of its group, in f32."""
+    groups: tl.constexpr = BLOCK_K // GROUP
+    group = step * groups + tl.arange(0, groups)
+    found = tl.load(numbers + group[None, :] * N + column[:, None], mask=inside[:, None], other=0.0)
+    wide = tl.broadcast_to(found.to(tl.float32)[:, :, None], column.shape[0], groups, GROUP // 2)
+    return tl.reshape(wide, column.shape[0], BLOCK_K // 2)
