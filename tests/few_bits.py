@@ -5,6 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jdllm.quantised import FLOAT8, GROUP, KINDS, SHIFTED_GROUP, Quantised, Shifted, WeightForm, paired
 
@@ -64,9 +65,19 @@ def of_one_layer(stack: Quantised, layer: int) -> Quantised:
     return jax.tree.map(lose, stack)
 
 
+def rounded_to(form: Form, matrix: Float[Array, "*stack outputs inputs"]) -> Quantised:
+    """A matrix of which these are the numbers, in few bits."""
+    if form != "shifted":
+        return KINDS[form].of(matrix)
+    groups = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, SHIFTED_GROUP)
+    least, most = groups.min(axis=-1), groups.max(axis=-1)
+    step = (most - least) / 15
+    scales, offsets = (x.astype(jnp.bfloat16) for x in (step, least + 8 * step))
+    exact = (groups - offsets[..., None]) / scales[..., None]
+    values = jnp.clip(jnp.round(exact), -8, 7).astype(jnp.int8).reshape(matrix.shape)
+    return Shifted.of_numbers(values, scales, offsets)
+
+
 def shape_of(form: Form, shape: tuple[int, ...]) -> Quantised:
     """Matrices `[..., outputs, inputs]` that are abstract."""
-    if form != "shifted":
-        return jax.eval_shape(KINDS[form].of, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-    of_group = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // SHIFTED_GROUP), jnp.bfloat16)
-    return jax.eval_shape(Shifted.of_numbers, jax.ShapeDtypeStruct(shape, jnp.int8), of_group, of_group)
+    return jax.eval_shape(lambda matrix: rounded_to(form, matrix), jax.ShapeDtypeStruct(shape, jnp.bfloat16))

@@ -1,6 +1,6 @@
 """Products of operands in registers, on the tensor cores or in an interpreter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jdllm.pallas.widening import scaled_pairs, widened, widened_pairs
-from jdllm.quantised import in_order, unpacked
+from jdllm.pallas.widening import scaled_pairs, shifted_pairs, widened, widened_pairs
+from jdllm.quantised import SHIFTED_GROUP, in_order, unpacked
 
 Output = Float[Array, "warpgroup_rows head_dim"]
 Scores = Float[Array, "warpgroup_rows block_keys"]
@@ -90,6 +90,16 @@ class Widening(Protocol):
         ...
 
     @staticmethod
+    def add_product_of_shifted(sums: Sums, weights: Any, halves: Sequence[Any], rows: Any) -> Sums:
+        """The same of weights whose groups have offsets (`jdllm.quantised.Shifted`), which are added before
+        weights are rounded.
+
+        Arguments:
+        - `halves`: of each 32 columns, bfloat16 in shared memory, `[2 * groups, 32]`: scales, then offsets.
+        """
+        ...
+
+    @staticmethod
     def scaled(sums: Sums, scales: Any) -> Sums:
         """Sums times `scales`, one for each column, in memory."""
         ...
@@ -129,6 +139,12 @@ class TensorCores:
     def add_product_of_scaled(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
         loaded = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
         wide = scaled_pairs(widened_pairs(loaded, rows.dtype, 0, 1), TensorCores._down(scales))
+        return TensorCores.accumulate(sums, wide, rows.transpose((1, 0)))
+
+    @staticmethod
+    def add_product_of_shifted(sums: Sums, weights: Any, halves: Sequence[Any], rows: Any) -> Sums:
+        loaded = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        wide = shifted_pairs(widened_pairs(loaded, rows.dtype, 0, 1), halves, 0, 1)
         return TensorCores.accumulate(sums, wide, rows.transpose((1, 0)))
 
     @staticmethod
@@ -211,6 +227,13 @@ class Interpreted:
     @staticmethod
     def add_product_of_scaled(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
         wide = Interpreted.scaled(unpacked(weights[...]).astype(jnp.float32), scales)
+        return sums + Interpreted._product(wide, rows)
+
+    @staticmethod
+    def add_product_of_shifted(sums: Sums, weights: Any, halves: Sequence[Any], rows: Any) -> Sums:
+        down = jnp.concatenate([half[...].astype(jnp.float32) for half in halves], axis=1).T
+        scales, offsets = jnp.split(jnp.repeat(down, SHIFTED_GROUP, axis=1), 2, axis=1)
+        wide = unpacked(weights[...]).astype(jnp.float32) * scales + offsets
         return sums + Interpreted._product(wide, rows)
 
     @staticmethod

@@ -19,7 +19,8 @@ makes floats of them, and one that subtracts what they are too large by.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,12 +30,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8, UInt8
 
-from jdllm.quantised import FLOAT8
+from jdllm.quantised import FLOAT8, SHIFTED_GROUP
 
 _AND_OR = 0xEA  # the table of (a & b) | c
+_STRIPS = SHIFTED_GROUP // 8  # of eight inputs, of which a register has two
+_SHARED = 3  # the address space of shared memory
 _FORMS = {
     jnp.dtype(jnp.bfloat16): (0x43004300, "bf16x2", ir.BF16Type),
     jnp.dtype(jnp.float16): (0x64006400, "f16x2", ir.F16Type),
@@ -104,6 +107,113 @@ def scaled_pairs(
 
     result = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=plgpu.Layout.WGMMA)
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * 3, return_type=result)(run)(*operands)
+
+
+def shifted_pairs(
+    values: Float[Array, "columns depth"], halves: Sequence[Any], part: int, parts: int
+) -> Float[Array, "columns depth"]:
+    """Numbers times the scales of their groups, plus the offsets, rounded once to their type.
+
+    Groups are of 32 inputs. One `ldmatrix` brings each thread the scales and the offsets of two groups, for
+    both of its columns: a register has the two groups of a column. In float16 scales and offsets are rounded
+    to this type before.
+
+    Arguments:
+    - `values`: whole numbers of 4 bits, bfloat16 or float16, in the layout `WGMMA`, of 64 columns.
+    - `halves`: of each 32 columns, `[2 * groups, 32]` in shared memory, bfloat16: the scales of all groups of
+      a stage, then the offsets.
+    - `part`, `parts`: of which part of the groups the values are, of so many.
+    """
+    kind = jnp.dtype(values.dtype)
+    groups = halves[0].shape[0] // 2
+    own = range(part * groups // parts, (part + 1) * groups // parts)
+
+    def run(_, values: mgpu.FragmentedArray, *halves: ir.Value) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        ptx = f"fma.rn.{_FORMS[kind][1]} $0, $1, $2, $3;"
+        registers = np.empty_like(values.registers)
+        at = _named(halves, groups)
+        for pair in range(own.start, own.stop, 2):
+            found = [_in_type(word, kind) for word in _four_matrices(at, pair, halves[0])]
+            for which, half in itertools.product(range(2), range(2)):
+                scale, offset = (_twice(word, which) for word in found[half::2])
+                first = (pair + which - own.start) * _STRIPS
+                for strip in range(first, first + _STRIPS):
+                    place = (0, strip, 0, 0, half, *(0,) * (registers.ndim - 5))
+                    word = utils.bitcast(values.registers[place], i32)
+                    number = llvm.inline_asm(i32, [word, scale, offset], ptx, "=r,r,r,r")
+                    registers[place] = utils.bitcast(number, values.registers[place].type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=plgpu.Layout.WGMMA)
+    refs = (plgpu.RefType(),) * len(halves)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, *refs), return_type=result)(run)(values, *halves)
+
+
+def named_by_bits(groups: int, stride: int) -> dict[int, int]:
+    """How far each bit of a thread's number moves the eight numbers that the thread names to `ldmatrix`.
+
+    The numbers are of the first two groups, of those 32 columns that are the warp's. Of the four matrices two
+    have scales, the others offsets, of a warp's first eight columns or of the eight that follow. Of the eight
+    rows each second one is of the same group: transposed, a thread has both groups of one column.
+
+    Arguments:
+    - `groups`: of a stage.
+    - `stride`: numbers from one row of 32 columns to the next.
+    """
+    return {0: stride, 3: 8, 4: groups * stride, 5: 16}
+
+
+def _named(halves: Sequence[ir.Value], groups: int) -> ir.Value:
+    """The address of what this thread names to `ldmatrix`, for the first two groups."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread, one = utils.thread_idx(), utils.c(1, i32)
+    (stride, _), _ = ir.MemRefType(halves[0].type).get_strides_and_offset()
+    first, second = (llvm.ptrtoint(i32, utils.memref_ptr(half)) for half in halves)
+
+    def bit(place: int) -> ir.Value:
+        return arith.andi(arith.shrui(thread, utils.c(place, i32)), one)
+
+    address = arith.select(arith.cmpi(arith.CmpIPredicate.eq, bit(6), one), second, first)
+    for place, moved in named_by_bits(groups, stride).items():
+        address = arith.addi(address, arith.muli(bit(place), utils.c(2 * moved, i32)))
+    return address
+
+
+def _four_matrices(at: ir.Value, group: int, half: ir.Value) -> list[ir.Value]:
+    """Scales of a thread's columns, then offsets, each of this group and of the next."""
+    i32 = ir.IntegerType.get_signless(32)
+    stride = ir.MemRefType(half.type).get_strides_and_offset()[0][0]
+    pointer = llvm.inttoptr(llvm.PointerType.get(_SHARED), arith.addi(at, utils.c(2 * stride * group, i32)))
+    words = nvvm.ldmatrix(
+        pointer,
+        layout=nvvm.MMALayout.col,
+        num=4,
+        shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
+        elt_type=nvvm.LdStMatrixEltType.B16,
+    )
+    return [llvm.extractvalue(i32, words, [place]) for place in range(4)]
+
+
+def _in_type(word: ir.Value, kind: jnp.dtype) -> ir.Value:
+    """Two numbers of bfloat16 in another type of 16 bits."""
+    if kind == jnp.bfloat16:
+        return word
+    ptx = """
+    {
+    .reg .b32 low, high;
+    shl.b32 low, $1, 16;
+    and.b32 high, $1, 0xffff0000;
+    cvt.rn.f16x2.f32 $0, high, low;
+    }
+    """
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], ptx, "=r,r")
+
+
+def _twice(word: ir.Value, half: int) -> ir.Value:
+    """One half of a word in both."""
+    ptx = f"prmt.b32 $0, $1, $1, {0x3232 if half else 0x1010:#x};"
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], ptx, "=r,r")
 
 
 def _pairs(

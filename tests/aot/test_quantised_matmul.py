@@ -11,23 +11,24 @@ from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas.quantised_matmul.mosaic_gpu import quantised_matmul_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import Tiles
 from jdllm.planning.aot import compile_for
-from jdllm.quantised import KINDS, Quantised, WeightForm
+from jdllm.quantised import Quantised
+from tests.few_bits import FEW_BITS, Form, shape_of
 
 pytestmark = pytest.mark.aot
 
 LAYERS, ROWS, HIDDEN = 4, 512, 4096
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "shifted"])
 @pytest.mark.parametrize("cut", [(256, 2, 2), (192, 2, 1), (128, 2, 2), (64, 1, 1)])
 def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     cut: tuple[int, int, int],
-    form: WeightForm,
+    form: Form,
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    tiles = Tiles(*cut, bits=KINDS[form].bits)
+    tiles = Tiles(*cut, bits=FEW_BITS[form].bits, shifted=form == "shifted")
 
     def layers(x: jax.Array, stack: Quantised) -> jax.Array:
         def body(layer: jax.Array, x: jax.Array) -> jax.Array:
@@ -35,8 +36,8 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
 
         return lax.fori_loop(0, LAYERS, body, x)
 
-    x, plain = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((ROWS, HIDDEN), (LAYERS, HIDDEN, HIDDEN)))
-    executable = compile_for("h200", layers, x, jax.eval_shape(KINDS[form].of, plain))
+    x = jax.ShapeDtypeStruct((ROWS, HIDDEN), jnp.bfloat16)
+    executable = compile_for("h200", layers, x, shape_of(form, (LAYERS, HIDDEN, HIDDEN)))
     assert temp_bytes(executable) < 4 * ROWS * HIDDEN * 2  # rows, but no matrix
     printed = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed

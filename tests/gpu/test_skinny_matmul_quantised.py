@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.models.weights import quantise
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts
 from jdllm.quantised import FLOAT8, KINDS, Quantised, WeightForm
+from tests.few_bits import Form, rounded_to
 from tests.gpu.test_skinny_matmul import (
     LAYER,
     LAYERS,
@@ -31,12 +31,12 @@ def form(request: pytest.FixtureRequest) -> WeightForm:
 
 
 def quantised_operands(
-    form: WeightForm, rows: int, product: str
+    form: Form, rows: int, product: str
 ) -> tuple[jax.Array, list[Quantised], list[jax.Array]]:
     """Rows, weights, and the matrices that the weights stand for, in f32."""
     outputs, k, _ = PRODUCTS[product]
     x, stacks = operands(rows, outputs, k)
-    weights = [quantise(stack, form) for stack in stacks]
+    weights = [rounded_to(form, stack) for stack in stacks]
     return x, weights, [weight.dequantised(jnp.dtype("float32")) for weight in weights]
 
 

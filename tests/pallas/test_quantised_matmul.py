@@ -20,7 +20,7 @@ LAYERS, LAYER, K = 3, 1, 384
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=["int8", "int4"])
+@pytest.fixture(params=["int8", "int4", "shifted"])
 def form(request: pytest.FixtureRequest) -> Form:
     return request.param
 
@@ -54,7 +54,7 @@ class TestKernel:
     )
     def test_cuts(self, rows: int, n: int, cut: tuple[int, int, int], form: Form):
         x, weight, exact = operands(form, rows, n)
-        tiles = Tiles(*cut, bits=weight.bits, processors=2)
+        tiles = Tiles(*cut, bits=weight.bits, processors=2, shifted=form == "shifted")
         check(quantised_matmul_mosaic_gpu(x, weight, layer=LAYER, tiles=tiles), exact)
 
     @pytest.mark.slow
@@ -64,7 +64,6 @@ class TestKernel:
 
 
 class TestPortable:
-    @pytest.mark.parametrize("form", ["int8", "int4", "shifted"])
     def test_products(self, form: Form):
         x, weight, exact = operands(form, 65, 40, jnp.float32)
         check(quantised_matmul(x, weight, layer=LAYER, implementation="xla"), exact)
@@ -76,7 +75,7 @@ class TestCuts:
         ("n", "k"), [(4096, 4096), (12288, 4096), (4096, 12288), (18944, 3584), (64, 128)]
     )
     def test_defaults_fit(self, rows: int, n: int, k: int, form: Form):
-        tiles = default_tiles(rows, n, k, FEW_BITS[form].bits)
+        tiles = default_tiles(rows, n, k, FEW_BITS[form].bits, shifted=form == "shifted")
         blocks, clusters = tiles.blocks(rows + -rows % tiles.rows, n)
         assert blocks * tiles.rows >= rows
         assert clusters * tiles.cluster * tiles.columns == n

@@ -1,4 +1,4 @@
-"""The order in which quantised weights are stored, against the layouts of the tensor cores' operands."""
+"""What threads load of quantised weights and scales, against the layouts of the tensor cores' operands."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 
+from jdllm.pallas.widening import named_by_bits
 from jdllm.quantised import out_of_order, packed
 
 LOADED: Any = fragmented_array.WGMMA_LAYOUT_UPCAST_2X
@@ -46,3 +47,22 @@ def test_each_thread_loads_the_pairs_that_it_multiplies(bits: int, pairs: int):
         # Words follow one another by 16 bytes of a row, then by rows; pairs by 8 inputs.
         by_row = found.reshape(1, -1, 2, pairs, 2).transpose(0, 1, 3, 2, 4).reshape(-1, 2, 2)
         np.testing.assert_array_equal(by_row, expected.reshape(-1, 2, 2))
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_one_load_brings_each_thread_scales_and_offsets_of_its_columns(groups: int):
+    """As `ldmatrix` is documented: eight threads name the rows of a matrix, of which, transposed, each thread
+    gets two numbers of one column; four threads share a column."""
+    stride = 96
+    memory = np.arange(2 * groups * stride).reshape(2, groups, stride)  # scales of all groups, then offsets
+    columns = np.arange(64)[:, None].repeat(8, axis=1)
+    for warp in range(4):
+        threads = np.arange(32) + 32 * warp
+        at = np.zeros(32, int)
+        for bit, moved in named_by_bits(groups, stride).items():
+            at += (threads >> bit & 1) * moved
+        named = memory.reshape(-1)[at[:, None] + np.arange(8)].reshape(4, 8, 8)
+        for lane, thread in enumerate(threads.tolist()):
+            found = named[:, lane % 4 * 2 : lane % 4 * 2 + 2, lane // 4]
+            own = np.unique(registers(OPERAND, columns, thread)) % 32
+            np.testing.assert_array_equal(found, memory[:, :2, own].transpose(0, 2, 1).reshape(4, 2))

@@ -16,25 +16,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
+from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Widening
 from jdllm.pallas.quantised_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, in_roles, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
-from jdllm.quantised import GROUP
+from jdllm.quantised import GROUP, SHIFTED_GROUP
 
 Scalar = Int[Array, ""]
 Sums = Float[Array, "64 rows"]
 
-_STEPS = GROUP // DEPTH  # of one group of inputs
+_STEPS = GROUP // DEPTH  # of one group of inputs with a scale
+_HALF = WARPGROUP_ROWS // 2
+_GROUPS = DEPTH // SHIFTED_GROUP  # of a step, with a scale and an offset
 
 
 class _Shared(NamedTuple):
     """Tiles in shared memory, and the barriers that say when a stage is full and when it is free.
 
-    - `scales`: of all stages, one after the other, where groups of inputs have scales.
+    - `scales`: of all stages, one after the other, where groups of inputs have scales. Where groups have
+      offsets, too, a stage has a row of scales for each group, then a row of offsets for each.
     """
 
     x: Any
@@ -85,7 +88,7 @@ class _Launch:
 def tile_products(
     x: Float[Array, "rows k"],
     values: Int8[Array, "layers n k"] | UInt8[Array, "layers n half_k"],
-    scales: Float32[Array, "layers ..."],
+    scales: Sequence[Float[Array, "layers ..."]],
     layer: Scalar,
     tiles: Tiles,
     products: Widening,
@@ -95,13 +98,14 @@ def tile_products(
     Arguments:
     - `x`: bfloat16 or float16, `k` a multiple of 128.
     - `values`: in the order of `jdllm.quantised`.
-    - `scales`: `[layers, n]`, or of each group of inputs, `[layers, groups, n]`.
+    - `scales`: f32 `[layers, n]`, or of each group of 128 inputs, `[layers, groups, n]`; or scales and then
+      offsets of each group of 32 inputs, bfloat16 `[layers, groups, n]`.
     - `layer`: index of the matrix.
     - `tiles`: the cut, whose blocks make up the product.
     - `products`: how weights are multiplied.
     """
     (rows, k), n = x.shape, values.shape[1]
-    launch = _Launch(tiles, k // DEPTH, *tiles.blocks(rows, n), grouped=scales.ndim == 3)
+    launch = _Launch(tiles, k // DEPTH, *tiles.blocks(rows, n), grouped=scales[0].ndim == 3)
     kernel = plgpu.kernel(
         functools.partial(_kernel, launch=launch, products=products),
         out_type=jax.ShapeDtypeStruct((rows, n), x.dtype),
@@ -115,24 +119,29 @@ def tile_products(
         compiler_params=COMPILER_PARAMS,
         kernel_name="quantised_matmul",
     )
-    return kernel(x, values, scales, layer.reshape(1))
+    return kernel(x, layer.reshape(1), values, *scales)
 
 
 def _shared(launch: _Launch, dtype: jnp.dtype, values_dtype: jnp.dtype) -> Sequence[Any]:
     tiles = launch.tiles
+    scales = plgpu.SMEM((tiles.stages * tiles.columns,), dtype=jnp.float32)
+    if tiles.shifted:
+        scales = plgpu.SMEM((tiles.stages * 2 * _GROUPS, tiles.columns), dtype=jnp.bfloat16)
     return [
         swizzled((tiles.stages, tiles.rows, DEPTH), dtype),
         swizzled((tiles.stages, tiles.columns, tiles.weight_bytes), values_dtype),
-        plgpu.SMEM((tiles.stages * tiles.columns,), dtype=jnp.float32),
+        scales,
         swizzled((tiles.consumers, tiles.slots, CHUNK, WARPGROUP_ROWS), dtype),
-        plgpu.Barrier(num_arrivals=3 if launch.grouped else 2, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=2 + launch.grouped + tiles.shifted, num_barriers=tiles.stages),
         free_barriers(tiles.stages, tiles.consumers, (tiles.cluster,), ("block",)),
     ]
 
 
-def _kernel(x, values, scales, layer, out, *shared, launch: _Launch, products: Widening) -> None:
-    own, tiles = _Shared(*shared), launch.tiles
-    values, scales = values.at[layer[0]], scales.at[layer[0]]
+def _kernel(x, layer, *refs, launch: _Launch, products: Widening) -> None:
+    tiles, parts = launch.tiles, 3 if launch.tiles.shifted else 2
+    values, *scales = (part.at[layer[0]] for part in refs[:parts])
+    out, *shared = refs[parts:]
+    own = _Shared(*shared)
     in_roles(
         tiles.consumers,
         (LOADER_REGISTERS, tiles.registers),
@@ -141,7 +150,7 @@ def _kernel(x, values, scales, layer, out, *shared, launch: _Launch, products: W
     )
 
 
-def _load(x: Any, values: Any, scales: Any, shared: _Shared, launch: _Launch) -> None:
+def _load(x: Any, values: Any, scales: Sequence[Any], shared: _Shared, launch: _Launch) -> None:
     """Fill the ring's stages, each as soon as it is free."""
     tiles = launch.tiles
 
@@ -156,16 +165,20 @@ def _load(x: Any, values: Any, scales: Any, shared: _Shared, launch: _Launch) ->
             plgpu.copy_gmem_to_smem(x.at[rows, inputs], shared.x.at[stage], full, collective_axes="block")
             inputs = pl.ds(k * tiles.weight_bytes, tiles.weight_bytes)
             plgpu.copy_gmem_to_smem(values.at[columns, inputs], shared.weights.at[stage], full)
-            if launch.grouped:
+            if tiles.shifted:
+                for which, part in enumerate(scales):
+                    to = shared.scales.at[pl.ds((2 * stage + which) * _GROUPS, _GROUPS)]
+                    plgpu.copy_gmem_to_smem(part.at[pl.ds(k * _GROUPS, _GROUPS), columns], to, full)
+            elif launch.grouped:
                 to = shared.scales.at[pl.ds(stage * tiles.columns, tiles.columns)]
-                plgpu.copy_gmem_to_smem(scales.at[lax.div(k, jnp.int32(_STEPS)), columns], to, full)
+                plgpu.copy_gmem_to_smem(scales[0].at[lax.div(k, jnp.int32(_STEPS)), columns], to, full)
 
         lax.fori_loop(0, launch.steps, step, None)
 
     drain(launch.for_each_tile(visit), tiles.stages, shared.free)
 
 
-def _consume(scales: Any, shared: _Shared, out: Any, launch: _Launch, products: Widening) -> None:
+def _consume(scales: Sequence[Any], shared: _Shared, out: Any, launch: _Launch, products: Widening) -> None:
     """Multiply and store this warpgroup's columns of every tile."""
     tiles, warpgroup = launch.tiles, lax.axis_index("warpgroup")
     first = warpgroup * WARPGROUP_ROWS
@@ -175,7 +188,11 @@ def _consume(scales: Any, shared: _Shared, out: Any, launch: _Launch, products: 
             stage = launch.stage(first_step + k)
             plgpu.barrier_wait(shared.full.at[stage])
             weights = shared.weights.at[stage, pl.ds(first, WARPGROUP_ROWS)]
-            if launch.grouped:
+            if tiles.shifted:
+                groups = pl.ds(stage * 2 * _GROUPS, 2 * _GROUPS)
+                halves = [shared.scales.at[groups, pl.ds(first + half, _HALF)] for half in (0, _HALF)]
+                sums = products.add_product_of_shifted(sums, weights, halves, shared.x.at[stage])
+            elif launch.grouped:
                 of_group = shared.scales.at[pl.ds(stage * tiles.columns + first, WARPGROUP_ROWS)]
                 sums = products.add_product_of_scaled(sums, weights, of_group, shared.x.at[stage])
             else:
@@ -186,7 +203,7 @@ def _consume(scales: Any, shared: _Shared, out: Any, launch: _Launch, products: 
         sums = lax.fori_loop(0, launch.steps, step, products.zeros((WARPGROUP_ROWS, tiles.rows)))
         columns = pl.ds(block_column + first, WARPGROUP_ROWS)
         if not launch.grouped:
-            sums = products.scaled(sums, scales.at[columns])
+            sums = products.scaled(sums, scales[0].at[columns])
         _store(sums.astype(out.dtype), row, columns, shared.leaving.at[warpgroup], out, tiles)
 
     launch.for_each_tile(visit)

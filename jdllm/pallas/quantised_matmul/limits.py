@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.quantised import GROUP, Float8, Shifted
+from jdllm.quantised import GROUP, Float8
 
 MOST_ROWS = 2048
 """With more rows, time is that of the arithmetic: XLA's products are faster, and the wide matrix costs little
@@ -20,8 +20,6 @@ beside them."""
 def check_mosaic_gpu(x: Float[Array, "rows k"] | jax.ShapeDtypeStruct, weight: Any) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
     _check_kernel("Hopper", (jnp.bfloat16, jnp.float16), x, weight)
-    if isinstance(weight, Shifted):
-        raise NotImplementedError("the Hopper form takes no groups with offsets")
     _, n, k = weight.shape
     if n % WARPGROUP_ROWS or k % GROUP or 0 in (n, k):
         raise NotImplementedError(

@@ -8,7 +8,7 @@ from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.quantised_matmul.kernel import tile_products
 from jdllm.pallas.quantised_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import Tiles, default_tiles
-from jdllm.quantised import Quantised
+from jdllm.quantised import Quantised, Shifted
 
 
 def quantised_matmul_mosaic_gpu(
@@ -18,7 +18,8 @@ def quantised_matmul_mosaic_gpu(
 
     Every sum adds its terms in the order of the inputs: the bits of a row depend on the row alone. Weights of
     4 bits are scaled, and rounded to the dtype of `x`, before they are multiplied, as by XLA. A scale is the
-    sum of two numbers of this dtype. Sums of weights of 8 bits are scaled.
+    sum of two numbers of this dtype; one beside an offset is a number of this dtype, and so is the offset.
+    Sums of weights of 8 bits are scaled.
 
     Arguments:
     - `tiles`: the cut; by default one that suits the shapes.
@@ -27,9 +28,11 @@ def quantised_matmul_mosaic_gpu(
     """
     check_mosaic_gpu(x, weight)
     (rows, k), n = x.shape, weight.shape[1]
-    tiles = tiles or default_tiles(rows, n, k, weight.bits)
+    shifted = isinstance(weight, Shifted)
+    tiles = tiles or default_tiles(rows, n, k, weight.bits, shifted=shifted)
     more = -rows % tiles.rows
     padded = jnp.pad(x, ((0, more), (0, 0))) if more else x
     arithmetic = TensorCores if target().on_cuda else Interpreted
     layer = jnp.asarray(layer, jnp.int32)
-    return tile_products(padded, weight.values, weight.scales, layer, tiles, arithmetic)[:rows]
+    scales = (weight.scales, weight.offsets) if shifted else (weight.scales,)
+    return tile_products(padded, weight.values, scales, layer, tiles, arithmetic)[:rows]

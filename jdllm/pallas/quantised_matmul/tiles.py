@@ -11,6 +11,7 @@ from jdllm.pallas.hopper import (
     WARPGROUP_ROWS,
     consumer_registers,
 )
+from jdllm.quantised import SHIFTED_GROUP
 
 DEPTH = SWIZZLE_COLUMNS
 """Inputs per pipeline stage."""
@@ -50,6 +51,7 @@ class Tiles:
     - `bits`: of a weight.
     - `processors`: how many blocks run at once.
     - `matrices`: that rows are multiplied with, 1 or 2.
+    - `shifted`: whether groups of inputs have offsets.
 
     Raises `NotImplementedError` for cuts outside of the kernel's limits.
     """
@@ -60,6 +62,7 @@ class Tiles:
     bits: int
     processors: int = PROCESSORS
     matrices: int = 1
+    shifted: bool = False
 
     def __post_init__(self):
         given = self.rows, self.consumers, self.cluster
@@ -93,7 +96,8 @@ class Tiles:
     @property
     def stages(self) -> int:
         """Tiles of all operands in flight: as many as there is room for."""
-        stage = self.rows * DEPTH * 2 + self.matrices * self.columns * (self.weight_bytes + 4)
+        column = self.weight_bytes + (4 * DEPTH // SHIFTED_GROUP if self.shifted else 4)
+        stage = self.rows * DEPTH * 2 + self.matrices * self.columns * column
         leaving = self.consumers * self.slots * CHUNK * WARPGROUP_ROWS * 2
         return min((SHARED_BYTES - leaving) // stage, _MOST_STAGES)
 
@@ -121,7 +125,14 @@ class Tiles:
 
 
 def default_tiles(
-    rows: int, columns: int, depth: int, bits: int, *, groups: int = 1, matrices: int = 1
+    rows: int,
+    columns: int,
+    depth: int,
+    bits: int,
+    *,
+    groups: int = 1,
+    matrices: int = 1,
+    shifted: bool = False,
 ) -> Tiles:
     """The cut that is expected to take the least time; of several the one with the most rows a block.
 
@@ -131,7 +142,7 @@ def default_tiles(
     - `groups`: of rows, taken to be alike. No block has rows of two of them.
     """
     found = (
-        Tiles(of_block // matrices, consumers, cluster, bits, matrices=matrices)
+        Tiles(of_block // matrices, consumers, cluster, bits, matrices=matrices, shifted=shifted)
         for of_block, consumers, cluster in itertools.product(BLOCK_ROWS, CONSUMERS, CLUSTERS)
         if columns % (consumers * cluster * WARPGROUP_ROWS) == 0 and of_block % (matrices * CHUNK) == 0
     )
