@@ -19,8 +19,8 @@ Sums = Float[Array, "columns rows"]
 Result = TypeVar("Result")
 
 _ROWS_AT_ONCE = 32
-"""With more rows, weights of 4 bits take two products for a step: registers hold the sums of the step beside
-those of all steps."""
+"""With more rows, weights of 4 bits without offsets take two products for a step: registers hold the sums of
+the step beside those of all steps."""
 
 
 class Products(Protocol):
@@ -144,7 +144,7 @@ class TensorCores:
     @staticmethod
     def add_product_of_shifted(sums: Sums, weights: Any, halves: Sequence[Any], rows: Any) -> Sums:
         loaded = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        wide = shifted_pairs(widened_pairs(loaded, rows.dtype, 0, 1), halves, 0, 1)
+        wide = shifted_pairs(widened_pairs(loaded, rows.dtype, 0, 1), halves)
         return TensorCores.accumulate(sums, wide, rows.transpose((1, 0)))
 
     @staticmethod

@@ -110,7 +110,7 @@ def scaled_pairs(
 
 
 def shifted_pairs(
-    values: Float[Array, "columns depth"], halves: Sequence[Any], part: int, parts: int
+    values: Float[Array, "columns depth"], halves: Sequence[Any]
 ) -> Float[Array, "columns depth"]:
     """Numbers times the scales of their groups, plus the offsets, rounded once to their type.
 
@@ -122,22 +122,20 @@ def shifted_pairs(
     - `values`: whole numbers of 4 bits, bfloat16 or float16, in the layout `WGMMA`, of 64 columns.
     - `halves`: of each 32 columns, `[2 * groups, 32]` in shared memory, bfloat16: the scales of all groups of
       a stage, then the offsets.
-    - `part`, `parts`: of which part of the groups the values are, of so many.
     """
     kind = jnp.dtype(values.dtype)
     groups = halves[0].shape[0] // 2
-    own = range(part * groups // parts, (part + 1) * groups // parts)
 
     def run(_, values: mgpu.FragmentedArray, *halves: ir.Value) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
         ptx = f"fma.rn.{_FORMS[kind][1]} $0, $1, $2, $3;"
         registers = np.empty_like(values.registers)
         at = _named(halves, groups)
-        for pair in range(own.start, own.stop, 2):
+        for pair in range(0, groups, 2):
             found = [_in_type(word, kind) for word in _four_matrices(at, pair, halves[0])]
             for which, half in itertools.product(range(2), range(2)):
                 scale, offset = (_twice(word, which) for word in found[half::2])
-                first = (pair + which - own.start) * _STRIPS
+                first = (pair + which) * _STRIPS
                 for strip in range(first, first + _STRIPS):
                     place = (0, strip, 0, 0, half, *(0,) * (registers.ndim - 5))
                     word = utils.bitcast(values.registers[place], i32)

@@ -12,14 +12,14 @@ from jax import lax
 from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.planning.aot import compile_for
-from jdllm.quantised import KINDS, WeightForm
+from tests.few_bits import FEW_BITS, Form, shape_of
 
 pytestmark = pytest.mark.aot
 
 LAYERS, ROWS, HIDDEN, FFN = 4, 32, 4096, 12288
 
 
-@pytest.mark.parametrize("form", [None, *KINDS])
+@pytest.mark.parametrize("form", [None, *FEW_BITS])
 @pytest.mark.parametrize(
     ("n", "k", "weights", "gated"),
     [(FFN, HIDDEN, 2, True), (HIDDEN, FFN, 1, False), (256, 256, 3, False)],
@@ -32,7 +32,7 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stacks_in_place(
     k: int,
     weights: int,
     gated: bool,
-    form: WeightForm | None,
+    form: Form | None,
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
@@ -45,7 +45,7 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stacks_in_place(
         return lax.fori_loop(0, LAYERS, body, jnp.zeros((ROWS, n if gated else weights * n), x.dtype))
 
     x, stack = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((ROWS, k), (LAYERS, n, k)))
-    stack = jax.eval_shape(KINDS[form].of, stack) if form else stack
+    stack = shape_of(form, stack.shape) if form else stack
     executable = compile_for("h200", layers, x, [stack] * weights)
     assert (executable.as_text() or "").count('custom_call_target="mosaic_gpu_v2"') == 1
     assert temp_bytes(executable) < 4 * 2**20  # partial sums and results, but no matrix

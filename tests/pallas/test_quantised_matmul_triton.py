@@ -77,6 +77,10 @@ class TestChoice:
         assert self.names(Target(True, 9.0, kernels="xla")) == "xla"
         assert self.names(Target(True, 7.5)) == "xla"
 
+    def test_groups_with_offsets_have_both_kernels(self):
+        assert self.names(Target(True, 8.0), "shifted") == "triton"
+        assert self.names(Target(True, 9.0), "shifted") == "mosaic_gpu"
+
     def test_limits(self):
         assert self.names(Target(True, 8.0), rows=MOST_ROWS + 1) == "xla"
         x, _, _ = operands("int8", 8, 64)

@@ -18,14 +18,15 @@ from jdllm.pallas.skinny_matmul.tiles import DEPTH, MAX_ACCUMULATED, Tiles, bloc
     st.integers(1, 150).map(lambda i: 2 * DEPTH * i),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([4, 8, 16]),
+    st.sampled_from([(4, False), (4, True), (8, False), (16, False)]),
 )
 def test_default_cuts_fit_the_card(
-    rows: int, outputs: list[int], k: int, gated: bool, biased: bool, bits: int
+    rows: int, outputs: list[int], k: int, gated: bool, biased: bool, kind: tuple[int, bool]
 ):
+    bits, shifted = kind
     if gated:
         outputs, biased = outputs[:1] * 2, False
-    tiles = default_tiles(rows, outputs, k, gated=gated, biased=biased, bits=bits)
+    tiles = default_tiles(rows, outputs, k, gated=gated, biased=biased, bits=bits, shifted=shifted)
     tiles.check(rows, outputs, k, gated=gated, biased=biased)
     assert tiles.shared_bytes(rows, gated) <= SHARED_BYTES
     assert (2 if gated else 1) * tiles.columns <= (MAX_ACCUMULATED if bits == 16 else 256)
@@ -58,6 +59,7 @@ def test_every_step_has_one_part(steps: int, splits: int):
         ([4096], 4096, {"bits": 4}, 64, 2, 128),
         ([12288] * 2, 4096, {"gated": True, "bits": 4}, 96, 1, 128),
         ([4096], 12288, {"bits": 4}, 128, 4, 128),
+        ([12288] * 2, 4096, {"gated": True, "bits": 4, "shifted": True}, 96, 1, 128),
     ],
 )
 def test_products_of_a_layer_take_one_wave(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
@@ -27,7 +27,7 @@ from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.products import Widening
 from jdllm.pallas.ring import COMPILER_PARAMS, drain, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
-from jdllm.pallas.skinny_matmul.launch import Launch, Scalar, Shared
+from jdllm.pallas.skinny_matmul.launch import GROUPS, Launch, Scalar, Shared
 from jdllm.pallas.skinny_matmul.sums import multiply, multiply_quantised
 from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, SUMS_PADDING, Tiles
 from jdllm.pallas.skinny_matmul.types import Bias, Rotation, X
@@ -39,7 +39,7 @@ Strip = Float[Array, "rows 16"]
 def block_products(
     x: X,
     weights: Sequence[Array],
-    scales: Sequence[Float32[Array, "layers ..."]],
+    scales: Sequence[Sequence[Float[Array, "layers ..."]]],
     layer: Scalar,
     tiles: Tiles,
     products: Widening,
@@ -55,7 +55,8 @@ def block_products(
     - `x`: bfloat16 or float16, a multiple of 8 rows, at most 64.
     - `weights`: `[layers, n, k]` of the dtype of `x`, `k` a multiple of 64, or 8 bits, `k` a multiple of 128,
       or `[layers, n, k / 2]` of two numbers each; each has its own `n`, a multiple of 16 or, of these, 32.
-    - `scales`: of quantised weights, `[layers, n]`, or of each group of their inputs, `[layers, groups, n]`.
+    - `scales`: of each quantised weight, f32 `[layers, n]`, or of each group of 128 inputs, `[layers, groups,
+      n]`; or its scales and its offsets of each group of 32 inputs, bfloat16 `[layers, groups, n]`.
     - `layer`: index of the matrices.
     - `tiles`: the cut, which passed `Tiles.check`.
     - `products`: how quantised weights are multiplied.
@@ -84,7 +85,8 @@ def block_products(
         kernel_name="skinny_matmul",
     )
     added = () if bias is None else (bias,)
-    return kernel(x, layer.reshape(1), *weights, *scales, *added, *(rotation or ()))
+    parts = [part for of_weight in scales for part in of_weight]
+    return kernel(x, layer.reshape(1), *weights, *parts, *added, *(rotation or ()))
 
 
 def _shared(launch: Launch, dtype: jnp.dtype, weights_dtype: jnp.dtype) -> list[Any]:
@@ -96,7 +98,10 @@ def _shared(launch: Launch, dtype: jnp.dtype, weights_dtype: jnp.dtype) -> list[
         x,
         swizzled((columns, tiles.depth * tiles.bits // (8 * weights_dtype.itemsize)), weights_dtype),
     ]
-    if tiles.grouped:
+    if tiles.shifted:
+        groups = tiles.stages * launch.all_runs * 2 * GROUPS
+        operands.append(plgpu.SMEM((groups, launch.run), dtype=jnp.bfloat16))
+    elif tiles.grouped:
         operands.append(plgpu.SMEM((columns,), dtype=jnp.float32))
     sums = plgpu.SMEM((tiles.turns * product, launch.rows + SUMS_PADDING), dtype=jnp.float32)
     return list(
@@ -112,7 +117,8 @@ def _shared(launch: Launch, dtype: jnp.dtype, weights_dtype: jnp.dtype) -> list[
 def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
     given = iter(refs)
     weights = list(itertools.islice(given, len(launch.outputs)))
-    scales = list(itertools.islice(given, len(weights) if launch.tiles.quantised else 0))
+    parts = 1 + launch.tiles.shifted
+    scales = [list(itertools.islice(given, parts)) for _ in weights] if launch.tiles.quantised else []
     added = next(given) if launch.biased else None
     rotation = list(itertools.islice(given, 0 if launch.pairs is None else 2))
     out = list(itertools.islice(given, len(launch.results)))
@@ -131,7 +137,7 @@ def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
         angles = _angles(rotation, launch) if rotation else None
         bias = None if added is None else _bias(added.at[layer[0]], columns, launch)
         of_rows = () if launch.tiles.grouped else scales
-        factors = _scales([of.at[layer[0]] for of in of_rows], columns, launch)
+        factors = _scales([of.at[layer[0]] for (of,) in of_rows], columns, launch)
         if scales:
             multiply_quantised(shared, launch, products)
         else:
@@ -145,7 +151,12 @@ def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
 
 
 def _load(
-    x: Any, weights: Sequence[Any], scales: Sequence[Any], layer: Scalar, shared: Shared, launch: Launch
+    x: Any,
+    weights: Sequence[Any],
+    scales: Sequence[Sequence[Any]],
+    layer: Scalar,
+    shared: Shared,
+    launch: Launch,
 ) -> None:
     """Fill the ring's stages, each as soon as it is free; in a chain, the first with weights before there are
     rows."""
@@ -161,8 +172,14 @@ def _load(
             for place, outputs in runs:
                 to = pl.ds(stage * launch.stage_columns + slot * tiles.columns + place, launch.run)
                 plgpu.copy_gmem_to_smem(weights[index].at[layer, outputs, depth], shared.weights.at[to], full)
-                if tiles.grouped:
-                    of_group = scales[index].at[layer, begin + i, outputs]
+                if tiles.shifted:
+                    rows = launch.first_group(stage, (slot * tiles.columns + place) // launch.run)
+                    groups = pl.ds((begin + i) * GROUPS, GROUPS)
+                    for which, part in enumerate(scales[index]):
+                        to = shared.scales.at[pl.ds(rows + which * GROUPS, GROUPS)]
+                        plgpu.copy_gmem_to_smem(part.at[layer, groups, outputs], to, full)
+                elif tiles.grouped:
+                    of_group = scales[index][0].at[layer, begin + i, outputs]
                     plgpu.copy_gmem_to_smem(of_group, shared.scales.at[to], full)
 
         launch.for_own_weight(load_columns)

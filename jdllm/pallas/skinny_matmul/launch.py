@@ -11,16 +11,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
+from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.skinny_matmul.tiles import (
     COLUMN_UNIT,
+    NARROW,
     Tiles,
     blocks_of,
+    depth_of,
     product_columns,
     stage_columns,
     summed_columns,
 )
+from jdllm.quantised import SHIFTED_GROUP
 
 Scalar = Int[Array, ""]
+
+_HALF = WARPGROUP_ROWS // 2
+
+GROUPS = depth_of(NARROW) // SHIFTED_GROUP
+"""Of a stage, each with a scale and an offset."""
 
 
 class Shared(NamedTuple):
@@ -48,7 +57,7 @@ class Shared(NamedTuple):
 
     @property
     def scales(self) -> Any:
-        """The same columns' scales of groups."""
+        """The same columns' scales of groups; with offsets, rows of a run's scales, then of its offsets."""
         (_, _, scales), _ = self.ring
         return scales
 
@@ -101,9 +110,31 @@ class Launch:
         return summed_columns(self.tiles.columns, self.gated)
 
     @property
+    def all_runs(self) -> int:
+        """Runs of columns that a stage holds."""
+        return self.summed // self.run
+
+    @property
     def copies(self) -> int:
-        """How many copies fill a stage: of the rows, and of each run of columns, with its scales."""
-        return 1 + self.summed // self.run * (2 if self.tiles.grouped else 1)
+        """How many copies fill a stage: of the rows, and of each run of columns, its scales and offsets."""
+        return 1 + self.all_runs * (1 + self.tiles.grouped + self.tiles.shifted)
+
+    def first_group(self, stage: Scalar, run: Scalar | int) -> Scalar:
+        """The first row of the scales of a stage's run of columns; the rows of its offsets follow."""
+        return (stage * self.all_runs + run) * 2 * GROUPS
+
+    def halves(self, shared: Shared, stage: Scalar, first: Scalar) -> list[Any]:
+        """Scales and offsets of 64 columns of a stage, of one half after the other.
+
+        A half is of one run. Behind the last column a half may be of any others: nobody reads its sums.
+        """
+
+        def half(begin: int) -> Any:
+            run, place = (f(first + begin, jnp.int32(self.run)) for f in (lax.div, lax.rem))
+            rows = self.first_group(stage, jnp.minimum(run, self.all_runs - 1))
+            return shared.scales.at[pl.ds(rows, 2 * GROUPS), pl.ds(place, _HALF)]
+
+        return [half(begin) for begin in (0, _HALF)]
 
     @property
     def product(self) -> int:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.skinny_matmul.tiles import MAX_ROWS, WIDE, column_unit, depth_of
 from jdllm.pallas.skinny_matmul.types import X, kind_of
-from jdllm.quantised import Shifted
 
 Stacks = Sequence[Any]
 """Weights, which may be abstract."""
@@ -25,8 +24,6 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
     kind = kind_of(weights)
     bits = kind.bits if kind else WIDE
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *(() if kind else weights))
-    if kind is not None and issubclass(kind, Shifted):
-        raise NotImplementedError("the Hopper form takes no groups with offsets")
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
     k, depth = weights[0].shape[2], depth_of(bits)

@@ -23,6 +23,7 @@ from jdllm.pallas.skinny_matmul.types import (
     kind_of,
     unpacked,
 )
+from jdllm.quantised import Shifted
 
 
 def skinny_matmul_mosaic_gpu(
@@ -78,7 +79,8 @@ def _parts(
     options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
     values, scales = unpacked(weights)
     kind = kind_of(weights)
-    tiles = tiles or default_tiles(padded, outputs, k, bits=kind.bits if kind else WIDE, **options)
+    bits, shifted = kind.bits if kind else WIDE, kind is not None and issubclass(kind, Shifted)
+    tiles = tiles or default_tiles(padded, outputs, k, bits=bits, shifted=shifted, **options)
     tiles.check(padded, outputs, k, **options)
     if padded > rows:
         x, *angles = (jnp.pad(y, ((0, padded - rows), (0, 0))) for y in (x, *(rotation or ())))

@@ -48,7 +48,7 @@ def multiply(shared: Shared, launch: Launch) -> Sums:
 
 
 def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> None:
-    """Leave the sums of quantised weights in shared memory, those of groups scaled, others not.
+    """Leave the sums of quantised weights in shared memory, those of rows with one scale not scaled.
 
     Weights are widened in registers, from where a product takes them. Each warpgroup takes 64 columns, of one
     in `turns` steps. The sums of one turn are below those of another, and all warpgroups see all of them.
@@ -63,7 +63,9 @@ def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> No
         columns = pl.ds(stage * launch.stage_columns + first, WARPGROUP_ROWS)
         plgpu.barrier_wait(shared.full.at[stage])
         weights = shared.weights.at[columns]
-        if launch.tiles.grouped:
+        if launch.tiles.shifted:
+            sums = products.add_product_of_shifted(sums, weights, launch.halves(shared, stage, first), x)
+        elif launch.tiles.grouped:
             sums = products.add_scaled_product(sums, weights, shared.scales.at[columns], x)
         else:
             sums = products.add_product(sums, weights, x)

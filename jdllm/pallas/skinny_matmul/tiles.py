@@ -13,6 +13,7 @@ from jdllm.pallas.hopper import (
     SWIZZLE,
     WARPGROUP_ROWS,
 )
+from jdllm.quantised import SHIFTED_GROUP
 
 Scalar = Int[Array, ""]
 
@@ -23,11 +24,12 @@ DEPTH = SWIZZLE * 8 // WIDE
 """Inputs per pipeline stage of weights that are not quantised."""
 
 NARROW = 4
-"""Bits of a weight of a matrix with scales of groups (`jdllm.quantised.Grouped`)."""
+"""Bits of a weight of a matrix with scales of groups (`jdllm.quantised.Grouped` and `Shifted`)."""
 
 
 def depth_of(bits: int) -> int:
-    """Inputs per pipeline stage of weights of so many bits each. Those of 4 bits are a group."""
+    """Inputs per pipeline stage of weights of so many bits each. Those of 4 bits are a group, or four groups
+    that have offsets."""
     return SWIZZLE * 8 // max(bits, 8)
 
 
@@ -41,8 +43,8 @@ COLUMN_UNIT = 16
 def column_unit(bits: int, rotated: bool = False) -> int:
     """The same of weights of so many bits.
 
-    Scales of groups are copied in whole 128 bytes. Where products are rotated, a tile has both numbers of
-    each pair, which are two runs of columns.
+    Scales of groups are copied in whole 128 bytes; with offsets, two warps read those of 32 columns side by
+    side. Where products are rotated, a tile has both numbers of each pair, which are two runs of columns.
     """
     return COLUMN_UNIT * (2 if bits == NARROW else 1) * (2 if rotated else 1)
 
@@ -83,6 +85,7 @@ class Tiles:
     - `stages`: tiles of all operands in flight.
     - `bits`: of a weight.
     - `turns`: warpgroups that take turns at the steps, each with the same columns.
+    - `shifted`: whether groups of inputs have offsets.
 
     Raises `NotImplementedError` for cuts outside of the kernel's limits.
     """
@@ -92,6 +95,7 @@ class Tiles:
     stages: int
     bits: int = WIDE
     turns: int = 1
+    shifted: bool = False
 
     def __post_init__(self):
         unit = column_unit(self.bits)
@@ -133,7 +137,7 @@ class Tiles:
 
     def shared_bytes(self, rows: int, gated: bool) -> int:
         """Shared memory of a block: its sums take the place of the ring."""
-        ring = self.stages * _stage_bytes(rows, self.columns, gated, self.bits)
+        ring = self.stages * _stage_bytes(rows, self.columns, gated, self.bits, self.shifted)
         ring += _unloaded_bytes(self.columns, gated, self.bits)
         sums = self.turns * product_columns(summed_columns(self.columns, gated))
         return max(ring, sums * (rows + SUMS_PADDING) * 4)
@@ -191,6 +195,7 @@ def default_tiles(
     biased: bool = False,
     head_dim: int | None = None,
     bits: int = WIDE,
+    shifted: bool = False,
 ) -> Tiles:
     """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
 
@@ -202,6 +207,7 @@ def default_tiles(
     - `biased`: whether something is added to the products.
     - `head_dim`: of products that are rotated, whose heads are whole numbers of blocks.
     - `bits`: of a weight.
+    - `shifted`: whether groups of inputs have offsets.
     """
     whole = gated or biased or head_dim or len(outputs) > 1
     most_splits = 1 if whole else min(MAX_SPLITS, k // depth_of(bits))
@@ -215,12 +221,12 @@ def default_tiles(
         if (head_dim is None or head_dim % columns == 0)
         and (not biased or all(n % columns == 0 for n in outputs))
     ]
-    splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, bits, *cut), cut))
+    splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, bits, shifted, *cut), cut))
     room = SHARED_BYTES - _unloaded_bytes(columns, gated, bits)
-    stages = min(room // _stage_bytes(rows, columns, gated, bits), MAX_STAGES)
+    stages = min(room // _stage_bytes(rows, columns, gated, bits, shifted), MAX_STAGES)
     crowded = head_dim is not None and rows > _FEW_ANGLES
     turns = 1 if crowded else most_turns(columns, gated, bits)
-    return Tiles(columns, splits, stages // turns * turns, bits, turns)
+    return Tiles(columns, splits, stages // turns * turns, bits, turns, shifted)
 
 
 def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
@@ -245,12 +251,19 @@ def product_columns(summed: int) -> int:
 
 
 def _moved(
-    rows: int, outputs: Sequence[int], k: int, gated: bool, bits: int, splits: int, columns: int
+    rows: int,
+    outputs: Sequence[int],
+    k: int,
+    gated: bool,
+    bits: int,
+    shifted: bool,
+    splits: int,
+    columns: int,
 ) -> int:
     """Bytes that the busiest processor moves, partial sums at their cost."""
     waves = -(-sum(blocks_of(outputs, columns, gated)) * splits // PROCESSORS)
     steps = -(-k // (depth_of(bits) * splits))
-    streamed = _row_bytes(bits) * rows + _column_bytes(bits) * summed_columns(columns, gated)
+    streamed = _row_bytes(bits) * rows + _column_bytes(bits, shifted) * summed_columns(columns, gated)
     partials = 4 * rows * columns if splits > 1 else 0
     return waves * (streamed * steps + _PARTIAL_COST * partials)
 
@@ -270,13 +283,14 @@ def _row_bytes(bits: int) -> int:
     return depth_of(bits) * WIDE // 8
 
 
-def _column_bytes(bits: int) -> int:
-    """Of a column of weights in a stage, its scale included."""
-    return depth_of(bits) * bits // 8 + (4 if bits == NARROW else 0)
+def _column_bytes(bits: int, shifted: bool) -> int:
+    """Of a column of weights in a stage, its scales and offsets included."""
+    scales = 4 * depth_of(bits) // SHIFTED_GROUP if shifted else 4 if bits == NARROW else 0
+    return depth_of(bits) * bits // 8 + scales
 
 
-def _stage_bytes(rows: int, columns: int, gated: bool, bits: int) -> int:
-    return _row_bytes(bits) * rows + _column_bytes(bits) * stage_columns(columns, gated, bits)
+def _stage_bytes(rows: int, columns: int, gated: bool, bits: int, shifted: bool) -> int:
+    return _row_bytes(bits) * rows + _column_bytes(bits, shifted) * stage_columns(columns, gated, bits)
 
 
 def _unloaded_bytes(columns: int, gated: bool, bits: int) -> int:

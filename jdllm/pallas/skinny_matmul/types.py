@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
 
-from jdllm.quantised import Quantised
+from jdllm.quantised import Quantised, Shifted
 
 X = Float[Array, "rows k"]
 Stack = Float[Array, "layers n k"]
@@ -30,7 +30,10 @@ def kind_of(weights: Sequence[Any]) -> type[Quantised] | None:
     return kinds.pop()
 
 
-def unpacked(weights: Sequence[Weight]) -> tuple[list[Array], list[Array]]:
-    """The numbers that are stored of weights, and the scales of those that are quantised."""
+def unpacked(weights: Sequence[Weight]) -> tuple[list[Array], list[list[Array]]]:
+    """The numbers that are stored of weights, and scales, then offsets, of those that are quantised."""
     values = [weight.values if isinstance(weight, Quantised) else weight for weight in weights]
-    return values, [weight.scales for weight in weights if isinstance(weight, Quantised)]
+    quantised = [weight for weight in weights if isinstance(weight, Quantised)]
+    return values, [
+        [weight.scales, *([weight.offsets] if isinstance(weight, Shifted) else [])] for weight in quantised
+    ]
