@@ -31,7 +31,7 @@ from jdllm.models.weights import quantise
 from jdllm.pallas.quantised_matmul import quantised_matmul
 from jdllm.pallas.quantised_matmul.mosaic_gpu import quantised_matmul_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import BLOCK_ROWS, CLUSTERS, CONSUMERS, Tiles
-from jdllm.quantised import KINDS, WeightForm
+from jdllm.quantised import KINDS, Quantised, Shifted, WeightForm
 
 LEAST_SECONDS = 20e-3  # of one call
 PLAIN = "bfloat16"
@@ -48,11 +48,10 @@ def form_of(implementation: str, tiles: Tiles | None) -> tuple[Form, bool]:
     return lambda x, stacks, layer, own: tuple(multiply(x, w, layer=layer) for w in stacks), False
 
 
-def candidates(product: Product, rows: int, bits: int) -> list[Tiles]:
-    """All cuts of a product."""
-    found = itertools.starmap(
-        functools.partial(Tiles, bits=bits), itertools.product(BLOCK_ROWS, CONSUMERS, CLUSTERS)
-    )
+def candidates(product: Product, rows: int, kind: type[Quantised]) -> list[Tiles]:
+    """All cuts of a product with matrices of a kind."""
+    of_kind = functools.partial(Tiles, bits=kind.bits, shifted=issubclass(kind, Shifted))
+    found = itertools.starmap(of_kind, itertools.product(BLOCK_ROWS, CONSUMERS, CLUSTERS))
     wide = math.gcd(*product.outputs)
     return [tiles for tiles in found if wide % (tiles.columns * tiles.cluster) == 0 and tiles.rows < 2 * rows]
 
@@ -74,7 +73,7 @@ def measure(
         repeats = math.ceil(LEAST_SECONDS * FLOPS_PER_SECOND / (len(plain[0]) * flops))
         cases: list[tuple[str, Tiles | None]] = [(implementation, None) for implementation in implementations]
         if sweep:
-            cases = [("mosaic_gpu", tiles) for tiles in candidates(product, rows, KINDS[quantization].bits)]
+            cases = [("mosaic_gpu", tiles) for tiles in candidates(product, rows, KINDS[quantization])]
         for implementation, tiles in cases:
             stacks = plain if implementation == PLAIN else narrow
             executable = compiled(repeated(*form_of(implementation, tiles), repeats), x, stacks)

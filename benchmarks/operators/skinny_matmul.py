@@ -31,7 +31,7 @@ from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, column_unit, default_tiles, most_turns
-from jdllm.quantised import KINDS, Quantised, WeightForm
+from jdllm.quantised import KINDS, Quantised, Shifted, WeightForm
 
 STACK_BYTES = 512 * 2**20  # of all layers: ten times the L2 cache
 LEAST_SECONDS = 8e-3  # of one call
@@ -141,10 +141,12 @@ def relative_error(actual: Results, x: jax.Array, stacks: Sequence[Stack], gated
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def candidates(product: Product, rows: int, bits: int = WIDE) -> list[Tiles]:
+def candidates(product: Product, rows: int, kind: type[Quantised] | None) -> list[Tiles]:
     """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
+    bits, shifted = kind.bits if kind else WIDE, kind is not None and issubclass(kind, Shifted)
     padded, unit = padded_rows(rows), column_unit(bits)
-    default = default_tiles(padded, product.outputs, product.k, gated=product.gated, bits=bits)
+    options = {"gated": product.gated, "bits": bits, "shifted": shifted}
+    default = default_tiles(padded, product.outputs, product.k, **options)
     fewer = max(1, default.stages * 2 // (3 * default.turns)) * default.turns
     cuts = [dataclasses.replace(default, stages=stages) for stages in (default.stages, fewer)]
     factors = itertools.product((0.5, 0.75, 1, 1.25, 1.5, 2), (1,) if product.gated else (0.5, 1, 2))
@@ -153,7 +155,7 @@ def candidates(product: Product, rows: int, bits: int = WIDE) -> list[Tiles]:
         turns = max(1, most_turns(columns, product.gated, bits))
         for stages in range(24, 2, -1):
             try:
-                tiles = Tiles(columns, splits, stages, bits, turns)
+                tiles = Tiles(columns, splits, stages, bits, turns, shifted)
                 tiles.check(padded, product.outputs, product.k, gated=product.gated)
             except NotImplementedError:
                 continue
@@ -180,7 +182,7 @@ def measure(
         if sweep:
             cuts = [
                 ("mosaic_gpu", tiles)
-                for tiles in candidates(product, rows, KINDS[quantization].bits if quantization else WIDE)
+                for tiles in candidates(product, rows, KINDS[quantization] if quantization else None)
             ]
         for implementation, tiles in cuts:
             form = form_of(implementation, product.gated, tiles)

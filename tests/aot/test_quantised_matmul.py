@@ -19,7 +19,11 @@ pytestmark = pytest.mark.aot
 LAYERS, ROWS, HIDDEN = 4, 512, 4096
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "shifted"])
+MULTIPLIED = {"int8": 0, "int4": 16, "shifted": 16}
+"""Fused multiplications of the weights that a warp has in a step, two at a time."""
+
+
+@pytest.mark.parametrize("form", MULTIPLIED)
 @pytest.mark.parametrize("cut", [(256, 2, 2), (192, 2, 1), (128, 2, 2), (64, 1, 1)])
 def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     monkeypatch: pytest.MonkeyPatch,
@@ -27,7 +31,8 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     cut: tuple[int, int, int],
     form: Form,
 ):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    for what in ("PTXAS", "SASS"):
+        monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
     tiles = Tiles(*cut, bits=FEW_BITS[form].bits, shifted=form == "shifted")
 
     def layers(x: jax.Array, stack: Quantised) -> jax.Array:
@@ -41,3 +46,5 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     assert temp_bytes(executable) < 4 * ROWS * HIDDEN * 2  # rows, but no matrix
     printed = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed
+    assert printed.count(" HFMA2.BF16_V2 ") == MULTIPLIED[form]
+    assert printed.count(" LDSM.") == (form == "shifted")

@@ -16,18 +16,24 @@ from tests.few_bits import FEW_BITS, Form, shape_of
 
 pytestmark = pytest.mark.aot
 
-LAYERS, ROWS, HIDDEN, FFN = 4, 32, 4096, 12288
+LAYERS, HIDDEN, FFN = 4, 4096, 12288
 
 
 @pytest.mark.parametrize("form", [None, *FEW_BITS])
 @pytest.mark.parametrize(
-    ("n", "k", "weights", "gated"),
-    [(FFN, HIDDEN, 2, True), (HIDDEN, FFN, 1, False), (256, 256, 3, False)],
-    ids=["gate_up", "down", "narrow"],  # of narrow weights, shared memory has room for any number of stages
+    ("rows", "n", "k", "weights", "gated"),
+    [
+        (32, FFN, HIDDEN, 2, True),
+        (64, FFN, HIDDEN, 2, True),
+        (32, HIDDEN, FFN, 1, False),
+        (32, 256, 256, 3, False),  # shared memory has room for any number of stages
+    ],
+    ids=["gate_up", "gate_up of 64 rows", "down", "narrow"],
 )
 def test_the_kernel_keeps_to_registers_and_reads_the_stacks_in_place(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    rows: int,
     n: int,
     k: int,
     weights: int,
@@ -42,9 +48,9 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stacks_in_place(
             products = skinny_matmul(again, stacks, layer=layer, gated=gated, implementation="mosaic_gpu")
             return jnp.concatenate(products, axis=1)
 
-        return lax.fori_loop(0, LAYERS, body, jnp.zeros((ROWS, n if gated else weights * n), x.dtype))
+        return lax.fori_loop(0, LAYERS, body, jnp.zeros((rows, n if gated else weights * n), x.dtype))
 
-    x, stack = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((ROWS, k), (LAYERS, n, k)))
+    x, stack = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, k), (LAYERS, n, k)))
     stack = shape_of(form, stack.shape) if form else stack
     executable = compile_for("h200", layers, x, [stack] * weights)
     assert (executable.as_text() or "").count('custom_call_target="mosaic_gpu_v2"') == 1

@@ -16,8 +16,9 @@ from benchmarks.shapes import SHAPES
 from jdllm.engine_options import QUANTIZATIONS
 from jdllm.pallas.quantised_matmul.tiles import default_tiles as default_cut
 from jdllm.pallas.skinny_matmul.tiles import default_tiles
-from jdllm.quantised import WeightForm
+from jdllm.quantised import Grouped, Quantised, Shifted, WeightForm
 from tests.benchmarks.shapes import small
+from tests.few_bits import FEW_BITS
 
 
 @pytest.fixture(autouse=True)
@@ -142,15 +143,17 @@ class TestSkinnyMatmul:
         assert [row["product"] for row in table] == ["qkv", "o", "gate_up", "down"]
         assert all(0 < row["error"] < 8e-3 for row in table)
 
-    @pytest.mark.parametrize("bits", [16, 8, 4])
+    @pytest.mark.parametrize("kind", [None, *FEW_BITS.values()])
     @pytest.mark.parametrize(("rows", "padded"), [(32, 32), (13, 16)])
     @pytest.mark.parametrize("shape", ["llada-8b", "dream-7b"])
     def test_a_sweep_has_the_default_and_cuts_that_a_block_can_take(
-        self, shape: str, rows: int, padded: int, bits: int
+        self, shape: str, rows: int, padded: int, kind: type[Quantised] | None
     ):
+        options = {"bits": kind.bits, "shifted": kind is Shifted} if kind else {}
         for product in skinny_matmul.products_of(SHAPES[shape]).values():
-            first, *others = skinny_matmul.candidates(product, rows, bits)
-            assert first == default_tiles(padded, product.outputs, product.k, gated=product.gated, bits=bits)
+            first, *others = skinny_matmul.candidates(product, rows, kind)
+            options["gated"] = product.gated
+            assert first == default_tiles(padded, product.outputs, product.k, **options)
             assert len(others) > 2
             for tiles in others:
                 tiles.check(padded, product.outputs, product.k, gated=product.gated)
@@ -174,7 +177,9 @@ class TestQuantisedMatmul:
         assert all(0 < row["error"] < 8e-3 for row in table)
 
     @pytest.mark.parametrize("rows", [100, 2048])
-    def test_a_sweep_has_the_default(self, rows: int):
+    @pytest.mark.parametrize("kind", [Grouped, Shifted])
+    def test_a_sweep_has_the_default(self, kind: type[Quantised], rows: int):
         for product in skinny_matmul.products_of(SHAPES["dream-7b"]).values():
-            found = quantised_matmul.candidates(product, rows, 4)
-            assert {default_cut(rows, n, product.k, 4) for n in product.outputs} <= set(found)
+            found = quantised_matmul.candidates(product, rows, kind)
+            expected = {default_cut(rows, n, product.k, 4, shifted=kind is Shifted) for n in product.outputs}
+            assert expected <= set(found)

@@ -32,8 +32,8 @@ def multiply_rows(
     With a `GROUP` of 0 weights are int8, and `scales` is `[layers, N]`. Otherwise a byte has two weights of 4
     bits, `GROUP` inputs share a scale, `scales` is `[layers, groups, N]`, and `x` is `[2, rows, K / 2]`: the
     inputs of the lower bits of all bytes, then those of the higher bits. Where `SHIFTED`, these inputs share
-    an offset, too, of `offsets`, and `BLOCK_K` is a multiple of `GROUP`. Else `GROUP` is one of `BLOCK_K`,
-    and nobody reads `offsets`. `out` is `[PARTS, rows, N]`.
+    an offset of `offsets`, too, and `BLOCK_K` is a multiple of `GROUP`. Otherwise `GROUP` is a multiple of
+    `BLOCK_K`, and nobody reads `offsets`. `out` is `[PARTS, rows, N]`.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
