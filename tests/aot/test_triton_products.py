@@ -56,10 +56,10 @@ def form_for(
 ) -> Any:
     """The module of a form, for a card of this capability."""
     # Not before: a process that has imported Triton cannot interpret its kernels any more.
-    form = importlib.import_module(f"jdllm.pallas.{operator}.{module}")
-    for asking in (triton_launch, form):
+    launching = importlib.import_module(f"jdllm.pallas.{operator}.triton")
+    for asking in (triton_launch, launching):
         monkeypatch.setattr(asking, "target", lambda: Target(True, capability))
-    return form
+    return importlib.import_module(f"jdllm.pallas.{operator}.{module}")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
