@@ -174,7 +174,9 @@ class TestQuantisedMatmul:
         table = quantised_matmul.measure("llada-8b", 70, quantization, ["bfloat16", "xla"])
         assert [row["product"] for row in table][::2] == ["qkv", "o", "gate_up", "down"]
         assert {row["quantization"] for row in table} == {None, quantization}
-        assert all(0 < row["error"] < 8e-3 for row in table)
+        # Floats of 8 bits have errors of up to a sixteenth, and so many rows are rounded to them too.
+        most = 4e-2 if quantization == "fp8" else 8e-3
+        assert all(0 < row["error"] < most for row in table)
 
     @pytest.mark.parametrize("rows", [100, 2048])
     @pytest.mark.parametrize("kind", [Grouped, Shifted])
