@@ -32,7 +32,7 @@ else:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "xla")
-QUANTIZATIONS = ("int8", "int4", "fp8")
+QUANTIZATIONS = ("int8", "int4", "uint4", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
@@ -107,13 +107,14 @@ class EngineOptions:
     - `adapter` (`None`: none): the directory of a LoRA adapter in the format of PEFT. The adapter is merged
       into the weights as they are read, so steps are as fast as without.
     - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row,
-      in 4 bits (int4), with a scale for each 128 inputs of a row, or in floats of 8 bits (fp8), with a scale
-      for each row. Steps of more than 64 rows round activations to floats of 8 bits, too, where weights are
-      fp8 and `dtype` has 16 bits, but not before experts. Matrices are rounded while they are loaded, or come
-      from a checkpoint that has them so already (`jdllm convert --quantize`, and published ones whose numbers
-      fit), which needs no option. Embedding, head, norms, biases and routers keep `dtype`, and products are
-      computed in `dtype`. Steps of up to 2048 rows on cards from Ampere on read the few bits of int8 and int4
-      alone, of experts steps of any size; other steps widen a matrix first. For one device.
+      in 4 bits, with a scale for each 128 inputs of a row (int4), or with a scale and an offset for each 32
+      (uint4), or in floats of 8 bits (fp8), with a scale for each row. Steps of more than 64 rows round
+      activations to floats of 8 bits, too, where weights are fp8 and `dtype` has 16 bits, but not before
+      experts. Matrices are rounded while they are loaded, or come from a checkpoint that has them so already
+      (`jdllm convert --quantize`, and published ones whose numbers fit), which needs no option. Embedding,
+      head, norms, biases and routers keep `dtype`, and products are computed in `dtype`. Steps of up to 2048
+      rows on cards from Ampere on read the few bits of int8 and int4 alone, of experts steps of any size;
+      other steps widen a matrix first. For one device.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 

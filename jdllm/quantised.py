@@ -8,28 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32, Int, Int8, UInt8
 
-WeightForm = Literal["int8", "int4", "fp8"]
-"""Bits of a number, and its kind."""
+from jdllm.rounding import GROUP, SHIFTED_GROUP, rounded_in_groups, rounded_with_offsets
+
+WeightForm = Literal["int8", "int4", "uint4", "fp8"]
+"""Bits of a number, and its kind. "uint4" is the field's name for numbers of 4 bits with zero points."""
 
 FLOAT8 = jnp.float8_e4m3fn
 """Floats of 8 bits with three bits of mantissa (E4M3)."""
 
 MOST_FLOAT8 = float(jnp.finfo(FLOAT8).max)
 
-GROUP = 128
-"""Inputs that share a scale in 4 bits. The last group of a row may have fewer."""
-
-SHIFTED_GROUP = 32
-"""Inputs that share a scale and an offset in a `Shifted` matrix."""
-
-FACTORS = tuple(step / 20 for step in range(14, 24))
-"""By which the largest number of a group is multiplied before it becomes -8, of which `rounded_in_groups`
-takes the best: 0.7 to 1.15."""
-
 _PACKED = (3, 2, 4, 0, 1)
 """The order of thirty-two numbers in `packed`, by the bits of their places."""
-
-_PARTS = 512  # of a step, in which `rounded_in_groups` counts errors: a group's sum fits 32 bits
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +37,9 @@ class Quantised:
     bits: ClassVar[int] = 8
     """Of a number."""
 
+    group: ClassVar[int | None] = None
+    """Inputs that share a scale; `None` for all of a row."""
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
@@ -61,8 +54,8 @@ class Quantised:
         return cls.of_stored(*cls.stored(matrix))
 
     @staticmethod
-    def stored(matrix: Float[Array, "*stack outputs inputs"]) -> tuple[Array, Array]:
-        """What files have of a matrix: numbers whose inputs are in order, and scales."""
+    def stored(matrix: Float[Array, "*stack outputs inputs"]) -> tuple[Array, ...]:
+        """What files have of a matrix: numbers whose inputs are in order, scales, and perhaps offsets."""
         return rounded(matrix)
 
     @staticmethod
@@ -112,6 +105,7 @@ class Grouped(Quantised):
     scales: Float32[Array, "*stack groups outputs"]
 
     bits: ClassVar[int] = 4
+    group: ClassVar[int | None] = GROUP
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,6 +158,25 @@ class Shifted(Grouped):
 
     scales: BFloat16[Array, "*stack groups outputs"]
     offsets: BFloat16[Array, "*stack groups outputs"]
+
+    group: ClassVar[int | None] = SHIFTED_GROUP
+
+    @staticmethod
+    def stored(matrix: Float[Array, "*stack outputs inputs"]) -> tuple[Array, Array, Array]:
+        """What files have of a matrix that is `rounded_with_offsets`."""
+        values, *by_groups = rounded_with_offsets(matrix)
+        scales, offsets = (each.astype(jnp.bfloat16) for each in by_groups)
+        return paired(values), scales, offsets
+
+    @classmethod
+    def of_stored(
+        cls,
+        values: UInt8[Array, "*stack outputs half_inputs"],
+        scales: BFloat16[Array, "*stack outputs groups"],
+        offsets: BFloat16[Array, "*stack outputs groups"],
+    ) -> "Shifted":
+        """A matrix of what `stored` returns."""
+        return cls.of_numbers(unpaired(values), scales, offsets)
 
     @classmethod
     def of_numbers(
@@ -223,7 +236,12 @@ class Float8(Quantised):
         return (y.astype(jnp.float32) * scales[:, None] * self.scales).astype(x.dtype)
 
 
-KINDS: dict[WeightForm, type[Quantised]] = {"int8": Quantised, "int4": Grouped, "fp8": Float8}
+KINDS: dict[WeightForm, type[Quantised]] = {
+    "int8": Quantised,
+    "int4": Grouped,
+    "uint4": Shifted,
+    "fp8": Float8,
+}
 """The leaf of each form."""
 
 
@@ -251,42 +269,6 @@ def rounded_to_float8(
     scales = jnp.max(jnp.abs(matrix), axis=-1) / MOST_FLOAT8
     values = jnp.clip(matrix / jnp.where(scales > 0, scales, 1)[..., None], -MOST_FLOAT8, MOST_FLOAT8)
     return values.astype(FLOAT8), scales
-
-
-def rounded_in_groups(
-    matrix: Float[Array, "*stack outputs inputs"],
-) -> tuple[Int8[Array, "*stack outputs inputs"], Float32[Array, "*stack outputs groups"]]:
-    """Numbers of 4 bits, -8 to 7, whose inputs are in order, and the scales of each row's groups.
-
-    They are rounded to nearest. The number of a group that is furthest from zero, times one of `FACTORS`,
-    becomes -8: so a scale may be negative. The factor is the one with the least sum of squared errors, the
-    smallest one of several. Errors are counted in whole parts of a step, so that the order of a sum does not
-    matter, and the same matrix gives the same numbers in pieces of any size.
-    """
-    *stack, inputs = matrix.shape
-    groups = -(-inputs // GROUP)
-    whole = jnp.pad(matrix, [(0, 0)] * len(stack) + [(0, groups * GROUP - inputs)])
-    whole = whole.reshape(*stack, groups, GROUP)
-    least, most = (f(whole, axis=-1).astype(jnp.float32) for f in (jnp.min, jnp.max))
-    furthest = jnp.where(most > -least, most, least)
-
-    def steps(factor: Array) -> tuple[Array, Array, Array]:
-        """All numbers in steps, rounded and not, and the size of a step in each group."""
-        scales = furthest * (factor / -8)
-        exact = whole.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]
-        return jnp.clip(jnp.round(exact), -8, 7), exact, scales
-
-    def compare(best: tuple[Array, Array], factor: Array) -> tuple[tuple[Array, Array], None]:
-        nearest, exact, _ = steps(factor)
-        parts = jnp.round((exact - nearest) * _PARTS).astype(jnp.int32)
-        cost = jnp.sum(parts * parts, axis=-1).astype(jnp.float32) * (factor * factor)
-        better = cost < best[0]
-        return (jnp.where(better, cost, best[0]), jnp.where(better, factor, best[1])), None
-
-    none = jnp.full(furthest.shape, jnp.inf, jnp.float32)
-    (_, factors), _ = lax.scan(compare, (none, none), jnp.asarray(FACTORS, jnp.float32))
-    values, _, scales = steps(factors)
-    return values.astype(jnp.int8).reshape(*stack, groups * GROUP)[..., :inputs], scales
 
 
 def packed(values: Int8[Array, "*stack inputs"]) -> UInt8[Array, "*stack half_inputs"]:

@@ -1,33 +1,25 @@
 """Matrices in few bits whose numbers and scales are drawn, so that no rounding is part of them."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-from jdllm.quantised import FLOAT8, GROUP, KINDS, SHIFTED_GROUP, Quantised, Shifted, WeightForm, paired
-
-Form = WeightForm | Literal["shifted"]
-
-FEW_BITS: dict[Form, type[Quantised]] = {**KINDS, "shifted": Shifted}
-"""All kinds of matrices in few bits."""
+from jdllm.quantised import FLOAT8, GROUP, KINDS, SHIFTED_GROUP, Quantised, WeightForm, paired
 
 
-def drawn_matrices(form: Form, shape: tuple[int, ...], seed: int) -> tuple[Quantised, np.ndarray]:
+def drawn_matrices(form: WeightForm, shape: tuple[int, ...], seed: int) -> tuple[Quantised, np.ndarray]:
     """Matrices, and what they stand for, exactly.
 
     Numbers are whole ones from -8 to 7, or beyond these up to 127 in int8. Each row has another scale, or
-    each group of a row, which may have an offset, too. Scales have few bits: sums of some hundred products
-    with small whole numbers are exact in f32. In 16 bits a number of 4 bits times its scale is exact, also
-    with its offset.
+    each group of a row, which in uint4 has an offset, too. Scales have few bits: sums of some hundred
+    products with small whole numbers are exact in f32. In 16 bits a number of 4 bits times its scale is
+    exact, also with its offset.
 
     Arguments:
     - `shape`: `[..., outputs, inputs]`.
     """
-    if form == "shifted":
-        return _drawn_shifted(shape, seed)
+    if form == "uint4":
+        return _drawn_with_offsets(shape, seed)
     rng, most = np.random.default_rng(seed), 128 if form == "int8" else 8
     *rows, inputs = shape
     values = rng.integers(-most, most, shape)
@@ -42,15 +34,16 @@ def drawn_matrices(form: Form, shape: tuple[int, ...], seed: int) -> tuple[Quant
     return KINDS[form].of_stored(stored, given[..., 0]), exact
 
 
-def _drawn_shifted(shape: tuple[int, ...], seed: int) -> tuple[Shifted, np.ndarray]:
+def _drawn_with_offsets(shape: tuple[int, ...], seed: int) -> tuple[Quantised, np.ndarray]:
     rng = np.random.default_rng(seed)
     *rows, inputs = shape
     groups = *rows, inputs // SHIFTED_GROUP
     values, step = rng.integers(-8, 8, shape), 2.0 ** rng.integers(-9, -6, groups)
     scales, offsets = step * rng.integers(1, 4, groups), step * rng.integers(-50, 51, groups)
-    stored, *given = (jnp.asarray(x, jnp.float32) for x in (values, scales, offsets))
+    stored = (jnp.asarray(part, jnp.bfloat16) for part in (scales, offsets))
+    matrix = KINDS["uint4"].of_stored(paired(jnp.asarray(values, jnp.int8)), *stored)
     scales, offsets = (np.repeat(x, SHIFTED_GROUP, axis=-1) for x in (scales, offsets))
-    return Shifted.of_numbers(stored.astype(jnp.int8), *given), values * scales + offsets
+    return matrix, values * scales + offsets
 
 
 def of_one_layer(stack: Quantised, layer: int) -> Quantised:
@@ -65,19 +58,6 @@ def of_one_layer(stack: Quantised, layer: int) -> Quantised:
     return jax.tree.map(lose, stack)
 
 
-def rounded_to(form: Form, matrix: Float[Array, "*stack outputs inputs"]) -> Quantised:
-    """A matrix of which these are the numbers, in few bits."""
-    if form != "shifted":
-        return KINDS[form].of(matrix)
-    groups = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, SHIFTED_GROUP)
-    least, most = groups.min(axis=-1), groups.max(axis=-1)
-    step = (most - least) / 15
-    scales, offsets = (x.astype(jnp.bfloat16) for x in (step, least + 8 * step))
-    exact = (groups - offsets[..., None]) / scales[..., None]
-    values = jnp.clip(jnp.round(exact), -8, 7).astype(jnp.int8).reshape(matrix.shape)
-    return Shifted.of_numbers(values, scales, offsets)
-
-
-def shape_of(form: Form, shape: tuple[int, ...]) -> Quantised:
+def shape_of(form: WeightForm, shape: tuple[int, ...]) -> Quantised:
     """Matrices `[..., outputs, inputs]` that are abstract."""
-    return jax.eval_shape(lambda matrix: rounded_to(form, matrix), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    return jax.eval_shape(KINDS[form].of, jax.ShapeDtypeStruct(shape, jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are numbers of 4 or 8 bits without zero points, in the layouts of libraries."""
+"""Checkpoints whose matrices are numbers of 4 or 8 bits, in the layouts of libraries."""
 
 import dataclasses
 import json
@@ -23,17 +23,27 @@ _QUANTISED = re.compile(r"\.(blocks|layers)\..*(?<!mlp\.gate)\.weight$")
 
 
 class Matrix(NamedTuple):
-    """A matrix of numbers, and the scales of equal groups of each row's inputs."""
+    """A matrix of numbers, and the scales and zero points of equal groups of each row's inputs."""
 
     numbers: np.ndarray
     scales: np.ndarray
+    zeros: np.ndarray
 
     @property
     def values(self) -> np.ndarray:
         """In float32, where a product of these numbers and scales is exact."""
-        return self.numbers * self.scales.astype(np.float32).repeat(
-            self.numbers.shape[1] // self.scales.shape[1], axis=1
-        )
+        return (self.numbers - self._spread(self.zeros)) * self._spread(self.scales)
+
+    def kept(self, form: WeightForm) -> np.ndarray:
+        """What a device keeps: in uint4 each group has a scale and an offset in bfloat16."""
+        if form != "uint4":
+            return self.values
+        offsets = -self.zeros.astype(np.float32) * self.scales.astype(np.float32)
+        scales, offsets = (self._spread(each.astype(jnp.bfloat16)) for each in (self.scales, offsets))
+        return self.numbers * scales + offsets
+
+    def _spread(self, of_groups: np.ndarray) -> np.ndarray:
+        return of_groups.astype(np.float32).repeat(self.numbers.shape[1] // of_groups.shape[1], axis=1)
 
 
 Parts = dict[str, np.ndarray]
@@ -48,6 +58,7 @@ class Scheme(NamedTuple):
     - `pack`: what is stored of a matrix, by the ends of names that follow the module and a point.
     - `settings`: of `config.json`.
     - `told`: of the metadata, for each matrix.
+    - `zeros`: whether groups have zero points.
     """
 
     form: WeightForm
@@ -57,42 +68,54 @@ class Scheme(NamedTuple):
     pack: Callable[[Matrix], Parts]
     settings: dict[str, Any]
     told: dict[str, Any] | None = None
+    zeros: bool = False
 
 
 def words(numbers: np.ndarray, bits: int) -> np.ndarray:
     """Numbers of so many bits in words of 32, the first of a row in the lowest bits."""
     each = 32 // bits
     fields = numbers.astype(np.int64).reshape(len(numbers), -1, each) + (1 << (bits - 1))
-    return (fields << (bits * np.arange(each))).sum(axis=-1).astype(np.uint32).view(np.int32)
+    found = (fields << (bits * np.arange(each))).sum(axis=-1)
+    return np.ascontiguousarray(found, np.uint32).view(np.int32)
 
 
 def gptq(matrix: Matrix, bits: int = 4, stored_zero: int = 7) -> Parts:
-    rows, inputs = matrix.numbers.shape
-    groups = matrix.scales.shape[1]
-    zeros = np.full((groups, rows), stored_zero - (1 << (bits - 1)))
+    inputs, groups = matrix.numbers.shape[1], matrix.scales.shape[1]
     return {
         "qweight": np.ascontiguousarray(words(matrix.numbers, bits).T),
-        "qzeros": words(zeros, bits),
+        "qzeros": words(matrix.zeros.T.astype(np.int16) + stored_zero - (1 << (bits - 1)), bits),
         "scales": np.ascontiguousarray(matrix.scales.T),
         "g_idx": (np.arange(inputs) // (inputs // groups)).astype(np.int32),
     }
 
 
+def awq(matrix: Matrix) -> Parts:
+    def by_outputs(numbers: np.ndarray) -> np.ndarray:
+        eights = numbers.T.reshape(numbers.shape[1], -1, 8)
+        return words(eights[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape[1], -1), 4)
+
+    return {
+        "qweight": by_outputs(matrix.numbers),
+        "qzeros": by_outputs(matrix.zeros),
+        "scales": np.ascontiguousarray(matrix.scales.T),
+    }
+
+
 def compressed(matrix: Matrix, bits: int = 4) -> Parts:
     shape = np.array(matrix.numbers.shape, np.int64)
-    return {
+    parts = {
         "weight_packed": words(matrix.numbers, bits),
         "weight_scale": matrix.scales,
         "weight_shape": shape,
     }
+    return parts | ({"weight_zero_point": words(matrix.zeros.T, bits).T.copy()} if matrix.zeros.any() else {})
 
 
 def torchao(matrix: Matrix) -> Parts:
-    zeros = np.zeros(matrix.scales.shape, np.int8)
     return {
         "_weight_qdata": matrix.numbers,
         "_weight_scale": matrix.scales,
-        "_weight_zero_point": zeros,
+        "_weight_zero_point": matrix.zeros,
     }
 
 
@@ -157,6 +180,15 @@ SCHEMES = {
         "int4", 4, 128, jnp.bfloat16, torchao, _AO, _ao("IntxUnpackedToInt8Tensor", **_NARROW)
     ),
     "ao_int4": Scheme("int4", 4, 128, jnp.bfloat16, torchao_pairs, _AO, _ao("Int4Tensor")),
+    "gptq_32": Scheme("uint4", 4, 32, np.float16, gptq, _gptq(4, 32)),
+    "gptq_zeros": Scheme("uint4", 4, 128, np.float16, gptq, _gptq(4, 128), zeros=True),
+    "awq": Scheme("uint4", 4, 64, np.float16, awq, {"quant_method": "awq", "bits": 4}, zeros=True),
+    "w4a16_zeros": Scheme(
+        "uint4", 4, 32, jnp.bfloat16, compressed, _compressed("pack-quantized", num_bits=4), zeros=True
+    ),
+    "ao_intx4_zeros": Scheme(
+        "uint4", 4, 32, jnp.bfloat16, torchao, _AO, _ao("IntxUnpackedToInt8Tensor", **_NARROW), zeros=True
+    ),
 }
 
 
@@ -175,7 +207,9 @@ def drawn(shape: tuple[int, ...], scheme: Scheme, rng: np.random.Generator) -> M
     """A matrix whose numbers are any of these bits: rounding it again would give others."""
     most = 1 << (scheme.bits - 1)
     scales = rng.uniform(0.5, 1, (shape[0], shape[1] // (scheme.group or shape[1]))) / (16 * most)
-    return Matrix(rng.integers(-most, most, shape).astype(np.int8), scales.astype(scheme.scale))
+    zeros = rng.integers(-7, 8, scales.shape) * scheme.zeros
+    numbers = rng.integers(-most, most, shape).astype(np.int8)
+    return Matrix(numbers, scales.astype(scheme.scale), zeros.astype(np.int8))
 
 
 def publish(
@@ -203,10 +237,10 @@ def publish(
     return found
 
 
-def with_values(plain: Path, target: Path, matrices: dict[str, Matrix]) -> Path:
-    """A plain checkpoint that has the values of these matrices."""
+def with_values(plain: Path, target: Path, matrices: dict[str, Matrix], form: WeightForm) -> Path:
+    """A plain checkpoint that has what a device keeps of these matrices in a form."""
     shutil.copytree(plain, target, copy_function=shutil.copyfile)
     tensors = load_file(plain / "model.safetensors")
-    values = {name: matrix.values for name, matrix in matrices.items()}
+    values = {name: matrix.kept(form) for name, matrix in matrices.items()}
     save_file(tensors | values, target / "model.safetensors", {"format": "pt"})
     return target

@@ -33,12 +33,14 @@ def planned(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(CliRunner().invoke(cli.app, asked).stdout)
 
 
-@pytest.mark.parametrize("name", ["gptq", slow("w4a16"), slow("gptq_8"), slow("fp8_dynamic")])
+@pytest.mark.parametrize(
+    "name", ["awq", *map(slow, ("gptq", "w4a16", "w4a16_zeros", "gptq_8", "fp8_dynamic"))]
+)
 def test_tokens_are_those_of_a_plain_checkpoint_of_the_values(name: str, plain: Path, tmp_path: Path):
     path, scheme, found = tmp_path / name, SCHEMES[name], []
     matrices = publish(plain, path, scheme)
     forms: dict[Path, WeightForm | None] = {path: scheme.form}
-    forms[with_values(plain, tmp_path / "values", matrices)] = None
+    forms[with_values(plain, tmp_path / "values", matrices, scheme.form)] = None
     for one, form in forms.items():
         with LLM(one, dtype="float32", **ENGINE) as llm:
             assert llm.config.quantization == form

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jdllm.quantised import Quantised, Shifted, in_order, out_of_order
+from jdllm.quantised import Quantised, Shifted, in_order, out_of_order, unpacked
+from tests.rounding import rounded_with_offsets_by_numpy
 
 
 def test_the_order_of_sixteen():
@@ -52,3 +53,22 @@ def test_groups_of_32_have_scales_and_offsets():
     np.testing.assert_allclose(matrix.dequantised(jnp.dtype("float32")), expected, rtol=1e-6)
     some = matrix.some_outputs(2, 3).dequantised(jnp.dtype("float32"))
     np.testing.assert_allclose(some, expected[:, 2:5], rtol=1e-6)
+
+
+def test_a_matrix_is_rounded_with_offsets():
+    """Also in pieces; a group of zeros and a group of equal numbers stay what they are."""
+    matrix = np.random.default_rng(0).standard_t(4, (40, 96)).astype(np.float32)
+    matrix[3, :32], matrix[4, 32:64], matrix[5] = 0, 1.5, np.abs(matrix[5])
+    kept = Shifted.of(jnp.asarray(matrix))
+    assert isinstance(kept, Shifted)
+    values, scales, offsets = rounded_with_offsets_by_numpy(matrix)
+    np.testing.assert_array_equal(unpacked(kept.values), values)
+    np.testing.assert_array_equal(kept.scales.T.astype(np.float32), scales)
+    np.testing.assert_array_equal(kept.offsets.T.astype(np.float32), offsets)
+    found = np.asarray(kept.dequantised(jnp.dtype("float32")))
+    assert not found[3, :32].any()
+    np.testing.assert_allclose(found[4, 32:64], 1.5, rtol=2**-8)
+    pieces = [
+        Shifted.of(jnp.asarray(piece)).dequantised(jnp.dtype("float32")) for piece in np.split(matrix, 8)
+    ]
+    np.testing.assert_array_equal(np.concatenate(pieces), found)

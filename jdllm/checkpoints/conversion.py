@@ -20,7 +20,7 @@ from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, list
 from jdllm.checkpoints.loading import read_checked_index, read_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
 from jdllm.checkpoints.peft import CONFIG, WEIGHTS
-from jdllm.checkpoints.rounded import SCALES, SCALES_SUFFIX, VALUES, rounding, stored_shapes
+from jdllm.checkpoints.rounded import PARTS, matrix_of, rounding, stored_shapes
 from jdllm.checkpoints.saving import (
     copy_files,
     restate_dtype,
@@ -101,8 +101,9 @@ def to_native(
     packs = None if calibrate is None else _calibration_packs(source, config, calibrate)
     origin, whole = _origin(source, index), index
     if quantize is not None:
-        numbers = (spec for spec, stored in leaves.values() if stored == VALUES[quantize])
-        index = index | rounding(index, [name for spec in numbers for name, _ in spec.sources()], quantize)
+        in_few_bits = (spec for spec in stored_specs(config).values() if spec.quantised)
+        names = [name for spec in in_few_bits for name, _ in spec.sources()]
+        index = index | rounding(index, names, quantize)
     plan = _plan(leaves, index, origin)
     identity = _identity(source, index, adapter)
     job = {"to": native.FORMAT, "version": native.FORMAT_VERSIONS[quantize is not None]}
@@ -205,7 +206,7 @@ def _refuse_overlap(source: Path, target: Path) -> None:
 def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
     """Every stored leaf with its type, in the words of a safetensors header.
 
-    Rows of the same tensors are one leaf, such as "q_k_v". Matrices in few bits are two.
+    Rows of the same tensors are one leaf, such as "q_k_v". Matrices in few bits are one for each part.
     """
     names = {dtype.name: name for name, dtype in DTYPES.items()}
     leaves: Leaves = {}
@@ -214,12 +215,10 @@ def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
         path = (*paths[0][:-1], "_".join(path[-1] for path in paths))
         if spec.quantised:
             shapes = stored_shapes(spec.shape, spec.quantised)
-            values, scales = (
-                dataclasses.replace(spec, shape=shape, axes=spec.axes[: len(shape)]) for shape in shapes
-            )
-            scales = dataclasses.replace(scales, source=spec.source + SCALES_SUFFIX)
-            leaves[(*path, "values")] = values, VALUES[spec.quantised]
-            leaves[(*path, "scales")] = scales, SCALES
+            for part, shape in zip(PARTS[spec.quantised], shapes, strict=True):
+                axes, source = spec.axes[: len(shape)], spec.source + part.suffix
+                own = dataclasses.replace(spec, shape=shape, axes=axes, source=source)
+                leaves[(*path, part.name)] = own, part.dtype
             continue
         types = {index[name].dtype for name, _ in spec.sources()}
         leaves[path] = (spec, names[cast] if cast else min(types))
@@ -270,10 +269,10 @@ def _origin(source: Path, index: Index) -> _Origin:
 
 
 def _plan(leaves: Leaves, index: Index, origin: _Origin) -> list[NativeTensor]:
-    """All tensors in the order of their places in the source. Scales are behind their matrix."""
+    """All tensors in the order of their places in the source. Scales and offsets are behind their matrix."""
     places = {name: place for place, name in enumerate(origin.files)}
     tensors = [
-        (name.removesuffix(SCALES_SUFFIX), name, dtype, native.chunk_of(path, spec, place))
+        (matrix_of(name), name, dtype, native.chunk_of(path, spec, place))
         for path, (spec, dtype) in leaves.items()
         for name, place in spec.sources()
     ]

@@ -49,5 +49,4 @@ def _has_all(index: Index, config: ModelConfig, form: WeightForm) -> bool:
     except ConfigError:
         return False
     names = (name for spec in specs if spec.quantised for name, _ in spec.sources())
-    kept = (index[name].numbers if name in index else None for name in names)
-    return all(numbers is not None and numbers.form == form for numbers in kept)
+    return all(name in index and index[name].numbers_in(form) is not None for name in names)

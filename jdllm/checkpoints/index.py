@@ -60,9 +60,9 @@ class StoredTensor:
         """All of it, along each axis."""
         return [range(size) for size in self.shape]
 
-    @property
-    def numbers(self) -> "Numbers | None":
-        """What a device keeps of a matrix that is stored in few bits; `None` for any other tensor."""
+    def numbers_in(self, form: WeightForm) -> "Numbers | None":
+        """What a device keeps of a matrix in this form; `None` where it would have to round the matrix."""
+        del form
         return None
 
     def rows(self, first: int, count: int) -> "StoredTensor":
@@ -98,16 +98,22 @@ class Numbers(NamedTuple):
 
     - `form`: of the matrix.
     - `values`: as `jdllm.quantised` has them stored, or 32-bit words of these (type I32).
-    - `scales`: as `jdllm.quantised` has them stored.
+    - `others`: the scales, and the offsets where the form has any, as `jdllm.quantised` has them stored.
     """
 
     form: WeightForm
     values: StoredTensor
-    scales: StoredTensor
+    others: tuple[StoredTensor, ...]
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """All that is stored, in the order of the parts of the form."""
+        return self.values, *self.others
 
     def rows(self, first: int, count: int) -> "Numbers":
         """`count` rows of the matrix, from `first` on."""
-        return Numbers(self.form, self.values.rows(first, count), self.scales.rows(first, count))
+        values, *others = (part.rows(first, count) for part in self.parts)
+        return Numbers(self.form, values, tuple(others))
 
 
 type Index = dict[str, StoredTensor]

@@ -98,7 +98,7 @@ def read_index(directory: Path) -> Index:
     values = read_config(directory) if (directory / "config.json").is_file() else {}
     if native.is_native(directory):
         index, form = native.read_index(directory), stored_form(values)
-        found = {numbers.form for stored in index.values() if (numbers := stored.numbers) is not None}
+        found = {one for one in KINDS for stored in index.values() if stored.numbers_in(one) is not None}
         if {form} - {None} != found:
             told = "says nothing of matrices in few bits" if form is None else f"tells of matrices in {form}"
             raise CheckpointError(
@@ -334,34 +334,35 @@ def _load_quantised(
     kept = spec.zeros("float32")
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
-        same = stored.numbers if stored.numbers is not None and stored.numbers.form == form else None
-        values = stored if same is None else same.values
+        same = stored.numbers_in(form)
+        values, others = (stored, ()) if same is None else (same.values, same.others)
         for at, piece in _read_pieces(values, values.whole):
-            scales = None
-            if same is not None:
-                scales = same.scales.read([range(at[0], at[0] + len(piece)), *same.scales.whole[1:]])
+            rows = range(at[0], at[0] + len(piece))
+            with_it = tuple(other.read([rows, *other.whole[1:]]) for other in others)
             block = jax.device_put(piece)  # which takes any strides, and transposes faster than NumPy
             jax.block_until_ready(kept)
-            kept = _write_quantised(kept, form, block, scales, np.array((*place, at[0]), np.int32))
+            kept = _write_quantised(kept, form, (block, *with_it), np.array((*place, at[0]), np.int32))
         advance(stored.bytes)
     return jax.block_until_ready(kept)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="form")
 def _write_quantised(
-    kept: Quantised, form: WeightForm, block: jax.Array, scales: jax.Array | None, start: jax.Array
+    kept: Quantised, form: WeightForm, block: tuple[jax.Array, ...], start: jax.Array
 ) -> Quantised:
-    """Write rows: those of `start`, which is the place of a matrix and the first of its rows. Stored numbers
-    may be in words of 32 bits."""
-    kind = KINDS[form]
-    if block.dtype == jnp.int32:
-        block = lax.bitcast_convert_type(block, kept.values.dtype).reshape(len(block), -1)
-    part = kind.of(block) if scales is None else kind.of_stored(block, scales)
+    """Write rows: those of `start`, which is the place of a matrix and the first of its rows. `block` is the
+    rows, or what is stored of them, whose numbers may be in words of 32 bits."""
+    kind, (values, *others) = KINDS[form], block
+    if values.dtype == jnp.int32:
+        values = lax.bitcast_convert_type(values, kept.values.dtype).reshape(len(values), -1)
+    part = kind.of_stored(values, *others) if others else kind.of(values)
     *place, row = start
-    part = jax.tree.map(lambda x: jnp.expand_dims(x, range(len(place))), part)
-    values = lax.dynamic_update_slice(kept.values, part.values, [*place, row, 0])
-    groups = [0] * (kept.scales.ndim - len(start))
-    return kind(values, lax.dynamic_update_slice(kept.scales, part.scales, [*place, *groups, row]))
+
+    def write(whole: jax.Array, some: jax.Array) -> jax.Array:
+        at = [*place, row, 0] if whole is kept.values else [*place, *[0] * (whole.ndim - len(start)), row]
+        return lax.dynamic_update_slice(whole, jnp.expand_dims(some, range(len(place))), at)
+
+    return jax.tree.map(write, kept, part)
 
 
 def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[list[int], np.ndarray]]:

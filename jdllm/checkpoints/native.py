@@ -5,8 +5,9 @@ of a chunk therefore holds exactly the bytes of its tensor, and loading reads it
 file. `manifest.json` names every tensor with its chunk and SHA-256, and the safetensors file it came from.
 `config.json` and the tokenizer's files lie beside it under their own names.
 
-A leaf of matrices in few bits is two arrays, `values` and `scales` (`jdllm.checkpoints.rounded`). Their
-tensors are two entries of the manifest. The inputs of a row are in their natural order.
+A leaf of matrices in few bits is an array for each part, such as `values` and `scales`
+(`jdllm.checkpoints.rounded`). Their tensors are entries of the manifest, too. The inputs of a row are in
+their natural order.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import numpy as np
 from jdllm import __version__
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.index import DTYPES, READABLE, Index, StoredTensor, header_name, listed
-from jdllm.checkpoints.rounded import SCALES_SUFFIX, VALUES, matrices, matrix_shape
+from jdllm.checkpoints.rounded import SUFFIXES, VALUES, matrices, matrix_shape
 from jdllm.errors import CheckpointError
 from jdllm.json_files import read_object
 from jdllm.models.weights import TensorSpec
@@ -47,7 +48,7 @@ _ZARR_TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class NativeTensor:
-    """One Hugging Face tensor of a native checkpoint, or the scales of one in few bits.
+    """One Hugging Face tensor of a native checkpoint, or the scales or offsets of one in few bits.
 
     - `name`, `dtype`, `shape`: the entries of a safetensors header, such as "BF16" for the type.
     - `file`: the safetensors file that it belongs to.
@@ -95,12 +96,13 @@ class Manifest:
     @property
     def quantised(self) -> bool:
         """Whether some matrices are in few bits."""
-        return any(tensor.dtype in VALUES.values() for tensor in self.tensors)
+        return any(tensor.dtype in VALUES for tensor in self.tensors)
 
     def plain(self) -> "Manifest":
         """The same checkpoint with those matrices in its `dtype`."""
-        names = {tensor.name for tensor in self.tensors if tensor.dtype in VALUES.values()}
-        scales, dtype = {name + SCALES_SUFFIX for name in names}, header_name(self.dtype)
+        names = {tensor.name for tensor in self.tensors if tensor.dtype in VALUES}
+        others = {name + suffix for name in names for suffix in SUFFIXES}
+        dtype = header_name(self.dtype)
 
         def wide(tensor: NativeTensor) -> NativeTensor:
             if tensor.name not in names:
@@ -108,7 +110,7 @@ class Manifest:
             shape = matrix_shape(tensor.dtype, tensor.shape)
             return dataclasses.replace(tensor, dtype=dtype, shape=shape, sha256="")
 
-        tensors = tuple(wide(tensor) for tensor in self.tensors if tensor.name not in scales)
+        tensors = tuple(wide(tensor) for tensor in self.tensors if tensor.name not in others)
         return dataclasses.replace(self, tensors=tensors)
 
 
@@ -266,7 +268,7 @@ def write_orbax_metadata(directory: Path, leaves: Mapping[tuple[str, ...], tuple
 
 def _parse(values: Mapping[str, Any]) -> Manifest:
     fields = {field.name for field in dataclasses.fields(NativeTensor)}
-    types, tensors = {*DTYPES} | ({*VALUES.values()} if values["version"] > 1 else set()), []
+    types, tensors = {*DTYPES} | (VALUES if values["version"] > 1 else set()), []
     for entry in values["tensors"]:
         tensor = NativeTensor(**{**{name: entry[name] for name in fields}, "shape": tuple(entry["shape"])})
         outside = PurePosixPath(tensor.chunk).is_absolute() or ".." in PurePosixPath(tensor.chunk).parts

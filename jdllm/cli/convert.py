@@ -43,7 +43,8 @@ def convert(
         typer.Option(
             metavar="|".join(QUANTIZATIONS),
             help="Store the matrices of layers in 8 bits, with a scale for each row, in 4 bits, with a scale"
-            " for each 128 inputs of a row, or in floats of 8 bits.",
+            " for each 128 inputs of a row (int4) or a scale and an offset for each 32 (uint4), or in"
+            " floats of 8 bits.",
             show_default=False,
         ),
     ] = None,

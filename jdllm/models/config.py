@@ -9,7 +9,7 @@ from jdllm.errors import ConfigError
 from jdllm.models.quantization import quantization_of
 from jdllm.models.rotary import RopeConfig
 from jdllm.noise import LANES
-from jdllm.quantised import WeightForm
+from jdllm.quantised import SHIFTED_GROUP, WeightForm
 from jdllm.stored_rows import KvCacheDtype
 
 LARGEST_SIZE = 2**31 - 1
@@ -152,18 +152,20 @@ class ModelConfig:
     def quantised(self, form: WeightForm | None) -> "ModelConfig":
         """The model with the matrices of its layers in this form.
 
-        Raises `ConfigError` for several cards, and for an odd number of inputs in 4 bits.
+        Raises `ConfigError` for several cards, and in 4 bits for inputs that are no multiple of 2 (int4) or
+        of 32 (uint4).
         """
         inputs = {"hidden_size": self.hidden_size, "num_heads * head_dim": self.num_heads * self.head_dim}
         if self.moe is None or self.moe.dense_layers:
             inputs["intermediate_size"] = self.intermediate_size
         if self.moe is not None:
             inputs |= {"expert_size": self.moe.expert_size, "shared_size": self.moe.shared_size}
-        odd = [f"{name} is {size}" for name, size in inputs.items() if size % 2]
+        unit = {"int4": 2, "uint4": SHIFTED_GROUP}.get(form or "", 1)
+        odd = [f"{name} is {size}" for name, size in inputs.items() if size % unit]
         if form is not None and self.cards > 1:
             reason = f"one device, and devices is {self.cards}"
-        elif form == "int4" and odd:
-            reason = f"even numbers of inputs, and {odd[0]}"
+        elif odd:
+            reason = f"numbers of inputs that are multiples of {unit}, and {odd[0]}"
         else:
             return dataclasses.replace(self, quantization=form)
         raise ConfigError(f"quantization is {form!r}, which is for {reason}")

@@ -84,7 +84,7 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
             return _compressed(settings)
         case {"quant_method": "bitsandbytes" | "torchao" as method}:
             return Quantization(method)
-        case {"quant_method": "jdllm", "format": "int8" | "int4" | "fp8" as form}:
+        case {"quant_method": "jdllm", "format": "int8" | "int4" | "uint4" | "fp8" as form}:
             return Quantization("jdllm", form=form)
         case {"quant_method": "gptq", "bits": 2 | 4 | 8 as bits}:
             form = str(settings.get("checkpoint_format", "gptq"))

@@ -11,15 +11,15 @@ from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas.quantised_matmul.mosaic_gpu import quantised_matmul_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import Tiles
 from jdllm.planning.aot import compile_for
-from jdllm.quantised import Quantised
-from tests.few_bits import FEW_BITS, Form, shape_of
+from jdllm.quantised import KINDS, Quantised, WeightForm
+from tests.few_bits import shape_of
 
 pytestmark = pytest.mark.aot
 
 LAYERS, ROWS, HIDDEN = 4, 512, 4096
 
 
-MULTIPLIED = {"int8": 0, "int4": 16, "shifted": 16}
+MULTIPLIED = {"int8": 0, "int4": 16, "uint4": 16}
 """Fused multiplications of the weights that a warp has in a step, two at a time."""
 
 
@@ -29,11 +29,11 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     cut: tuple[int, int, int],
-    form: Form,
+    form: WeightForm,
 ):
     for what in ("PTXAS", "SASS"):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
-    tiles = Tiles(*cut, bits=FEW_BITS[form].bits, shifted=form == "shifted")
+    tiles = Tiles(*cut, bits=KINDS[form].bits, shifted=form == "uint4")
 
     def layers(x: jax.Array, stack: Quantised) -> jax.Array:
         def body(layer: jax.Array, x: jax.Array) -> jax.Array:
@@ -47,4 +47,4 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     printed = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed
     assert printed.count(" HFMA2.BF16_V2 ") == MULTIPLIED[form]
-    assert printed.count(" LDSM.") == (form == "shifted")
+    assert printed.count(" LDSM.") == (form == "uint4")

@@ -12,14 +12,15 @@ from jax import lax
 from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.planning.aot import compile_for
-from tests.few_bits import FEW_BITS, Form, shape_of
+from jdllm.quantised import KINDS, WeightForm
+from tests.few_bits import shape_of
 
 pytestmark = pytest.mark.aot
 
 LAYERS, HIDDEN, FFN = 4, 4096, 12288
 
 
-@pytest.mark.parametrize("form", [None, *FEW_BITS])
+@pytest.mark.parametrize("form", [None, *KINDS])
 @pytest.mark.parametrize(
     ("rows", "n", "k", "weights", "gated"),
     [
@@ -38,7 +39,7 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stacks_in_place(
     k: int,
     weights: int,
     gated: bool,
-    form: Form | None,
+    form: WeightForm | None,
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 

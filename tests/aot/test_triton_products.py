@@ -15,9 +15,9 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.planning.aot import compile_for
-from jdllm.quantised import KINDS
+from jdllm.quantised import KINDS, WeightForm
 from tests.aot.triton_kernels import KIB, check_kernel
-from tests.few_bits import Form, shape_of
+from tests.few_bits import shape_of
 
 pytestmark = pytest.mark.aot
 
@@ -39,10 +39,10 @@ FEW = [
     *(("gated", rows, jnp.float32) for rows in (16, 32, 64)),
 ]
 
-FEW_BITS: list[tuple[Form, int, Any]] = [
-    *((bits, rows, jnp.bfloat16) for bits in ("int8", "int4", "shifted") for rows in (16, 32, 64, 512)),
-    *((bits, 512, jnp.float16) for bits in ("int4", "shifted")),
-    *((bits, rows, jnp.float32) for bits in ("int8", "int4", "shifted") for rows in (16, 512)),
+FEW_BITS: list[tuple[WeightForm, int, Any]] = [
+    *((bits, rows, jnp.bfloat16) for bits in ("int8", "int4", "uint4") for rows in (16, 32, 64, 512)),
+    *((bits, 512, jnp.float16) for bits in ("int4", "uint4")),
+    *((bits, rows, jnp.float32) for bits in ("int8", "int4", "uint4") for rows in (16, 512)),
 ]
 """Bits of weights, rows, and the type of the rows."""
 

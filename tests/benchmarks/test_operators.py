@@ -1,5 +1,6 @@
 """The operators' benchmarks in miniature: what they measure is right, peers may be missing, ours may not."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -16,9 +17,8 @@ from benchmarks.shapes import SHAPES
 from jdllm.engine_options import QUANTIZATIONS
 from jdllm.pallas.quantised_matmul.tiles import default_tiles as default_cut
 from jdllm.pallas.skinny_matmul.tiles import default_tiles
-from jdllm.quantised import Grouped, Quantised, Shifted, WeightForm
+from jdllm.quantised import KINDS, Grouped, Quantised, Shifted, WeightForm
 from tests.benchmarks.shapes import small
-from tests.few_bits import FEW_BITS
 
 
 @pytest.fixture(autouse=True)
@@ -143,13 +143,13 @@ class TestSkinnyMatmul:
         assert [row["product"] for row in table] == ["qkv", "o", "gate_up", "down"]
         assert all(0 < row["error"] < 8e-3 for row in table)
 
-    @pytest.mark.parametrize("kind", [None, *FEW_BITS.values()])
+    @pytest.mark.parametrize("kind", [None, *KINDS.values()])
     @pytest.mark.parametrize(("rows", "padded"), [(32, 32), (13, 16)])
     @pytest.mark.parametrize("shape", ["llada-8b", "dream-7b"])
     def test_a_sweep_has_the_default_and_cuts_that_a_block_can_take(
         self, shape: str, rows: int, padded: int, kind: type[Quantised] | None
     ):
-        options = {"bits": kind.bits, "shifted": kind is Shifted} if kind else {}
+        options = {"bits": kind.bits, "uint4": kind is Shifted} if kind else {}
         for product in skinny_matmul.products_of(SHAPES[shape]).values():
             first, *others = skinny_matmul.candidates(product, rows, kind)
             options["gated"] = product.gated
@@ -168,7 +168,8 @@ class TestQuantisedMatmul:
     @pytest.mark.slow
     @pytest.mark.parametrize("quantization", QUANTIZATIONS)
     def test_products_of_a_layer(self, quantization: WeightForm, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(quantised_matmul, "SHAPES", {"llada-8b": small("llada-8b")})
+        shape = dataclasses.replace(small("llada-8b"), intermediate_size=64)  # uint4 takes groups of 32
+        monkeypatch.setattr(quantised_matmul, "SHAPES", {"llada-8b": shape})
         monkeypatch.setattr(skinny_matmul, "STACK_BYTES", 1 << 13)
         monkeypatch.setattr(quantised_matmul, "LEAST_SECONDS", 1e-9)
         table = quantised_matmul.measure("llada-8b", 70, quantization, ["bfloat16", "xla"])

@@ -67,7 +67,7 @@ def test_no_number_is_rounded_again(
     index, found = read_index(path), in_few_bits(path, scheme.form)
     assert found.keys() == matrices.keys()
     for tensor, matrix in matrices.items():
-        np.testing.assert_array_equal(found[tensor], matrix.values)
+        np.testing.assert_array_equal(found[tensor], matrix.kept(scheme.form))
         stored = index[tensor]
         rounded = matrix.values.astype(DTYPES[stored.dtype])
         np.testing.assert_array_equal(stored.read(stored.whole), rounded)
@@ -81,6 +81,17 @@ def test_checkpoints_of_libraries(name: str):
     for tensor, values in in_few_bits(path, "int8").items():
         stored = index[tensor]
         np.testing.assert_array_equal(values.astype(DTYPES[stored.dtype]), stored.read(stored.whole))
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2", "awq", "int4", "int4_asymmetric", "ao_int4", "ao_intx4"])
+def test_checkpoints_of_libraries_in_small_groups_or_with_zeros(name: str):
+    """A step is a 15th of the largest number of a row at least; scales and offsets are rounded to 16 bits."""
+    path = QUANTISED / name
+    assert form_of(path) == "uint4"
+    index = read_index(path)
+    for tensor, values in in_few_bits(path, "uint4").items():
+        exact = index[tensor].read(index[tensor].whole).astype(np.float32)
+        assert (np.abs(values - exact) <= np.abs(exact).max(axis=1, keepdims=True) / 100).all()
 
 
 def test_a_checkpoint_of_bitsandbytes():
@@ -108,10 +119,10 @@ def test_rows_of_a_tensor_have_its_numbers(plain: Path, tmp_path: Path):
     for name in ("gptq_8", "w4a16", "ao_int4"):
         publish(plain, tmp_path / name, SCHEMES[name])
         stored = read_index(tmp_path / name)[UP]
-        whole, rows = stored.numbers, stored.rows(40, 100).numbers
+        whole, rows = (one.numbers_in(SCHEMES[name].form) for one in (stored, stored.rows(40, 100)))
         assert whole is not None
         assert rows is not None
-        for part, of_whole in ((rows.values, whole.values), (rows.scales, whole.scales)):
+        for part, of_whole in zip(rows.parts, whole.parts, strict=True):
             others = part.whole[1:]
             expected = of_whole.read([range(50, 60), *others])
             np.testing.assert_array_equal(part.read([range(10, 20), *others]), expected)
@@ -151,12 +162,10 @@ KEPT: dict[str, tuple[Scheme, Callable[[str, Parts], Parts]]] = {
 }
 
 IN_16_BITS: dict[str, tuple[Scheme, Callable[[str, Parts], Parts]]] = {
-    "groups of 64": (of_groups("gptq", 64), lambda _, parts: parts),
+    "groups of 16": (of_groups("gptq", 16), lambda _, parts: parts),
     "8 bits in groups": (of_groups("gptq_8", 128), lambda _, parts: parts),
     "an order": (SCHEMES["gptq"], lambda name, parts: ordered(parts) if "ff_out" in name else parts),
-    "another zero": (SCHEMES["gptq"], of_one_matrix(lambda parts: with_zero(parts, "qzeros", 1))),
     "another zero of 8 bits": (SCHEMES["gptq_8"], of_one_matrix(lambda parts: with_zero(parts, "qzeros", 1))),
-    "a packed zero": (SCHEMES["w4a16"], of_one_matrix(lambda parts: with_zeros(parts, 1))),
     "a zero of torchao": (
         SCHEMES["ao_int8"],
         of_one_matrix(lambda parts: with_zero(parts, "_weight_zero_point", 1)),
@@ -186,7 +195,19 @@ def test_one_matrix_that_does_not_fit_leaves_all_in_16_bits(name: str, plain: Pa
     assert form_of(tmp_path / "found") is None
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "int4", "ao_int4", "ao_intx4", "nf4", "fp8_channel"])
+@pytest.mark.parametrize("zeros", ["gptq", "w4a16"])
+def test_one_matrix_with_a_zero_leaves_all_in_4_bits(zeros: str, plain: Path, tmp_path: Path):
+    """The others have no zeros and groups of 128, which are groups of 32, too."""
+    part = {"gptq": lambda parts: with_zero(parts, "qzeros", 1), "w4a16": lambda parts: with_zeros(parts, 1)}
+    matrices = publish(plain, tmp_path / "found", SCHEMES[zeros], of_one_matrix(part[zeros]))
+    assert form_of(tmp_path / "found") == "uint4"
+    for tensor, values in in_few_bits(tmp_path / "found", "uint4").items():
+        expected = matrices[tensor].kept("uint4")
+        assert (values == expected).all() == (tensor != UP)
+        assert (values != expected).any(axis=1).sum() <= 1
+
+
+@pytest.mark.parametrize("name", ["gptq_ordered", "int3", "nf4", "fp8_channel"])
 def test_numbers_of_other_kinds_are_in_16_bits(name: str):
     assert form_of(QUANTISED / name) is None
 
@@ -212,7 +233,7 @@ def test_another_form_is_rounded_again(name: str, form: WeightForm, plain: Path,
         np.testing.assert_array_equal(found[tensor], values)
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq_8", "w4a16", "ao_int8"])
+@pytest.mark.parametrize("name", ["gptq", "gptq_8", "w4a16", "ao_int8", "awq", "w4a16_zeros"])
 def test_a_native_checkpoint_stores_the_same_numbers(name: str, plain: Path, tmp_path: Path):
     scheme = SCHEMES[name]
     matrices = publish(plain, tmp_path / name, scheme)
@@ -220,4 +241,4 @@ def test_a_native_checkpoint_stores_the_same_numbers(name: str, plain: Path, tmp
     to_hf(tmp_path / "native", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     for tensor, matrix in matrices.items():
-        np.testing.assert_array_equal(back[tensor], matrix.values)
+        np.testing.assert_array_equal(back[tensor], matrix.kept(scheme.form))

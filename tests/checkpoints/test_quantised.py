@@ -73,7 +73,7 @@ def test_a_converted_checkpoint_is_plain(scheme: str, tmp_path: Path):
 
 def test_a_quantised_model_generates_what_its_values_generate(tmp_path: Path):
     """Against a checkpoint of plain tensors."""
-    source = QUANTISED / "int4"
+    source = QUANTISED / "gptq_ordered"
     index, config = read_index(source), json.loads((source / "config.json").read_text())
     save_file({name: whole(stored) for name, stored in index.items()}, tmp_path / "model.safetensors")
     del config["quantization_config"]

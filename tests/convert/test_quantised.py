@@ -81,6 +81,7 @@ def run(*args: object) -> tuple[int, str]:
         ("llama", "auto", 1 << 20, "int8"),
         ("llama", "bfloat16", 1 << 9, "int8"),
         ("llama", "bfloat16", 1 << 9, "int4"),
+        ("llama", "bfloat16", 1 << 9, "uint4"),
         ("llama", "bfloat16", 1 << 9, "fp8"),
         ("llada", "float32", 1 << 9, "int8"),
         ("qwen2", "float16", 1 << 20, "int8"),
@@ -263,7 +264,10 @@ def load(path: Path) -> None:
 
 def test_what_has_no_such_form(tmp_path, converted):
     for arguments, said in (
-        ([LLAMA, tmp_path / "x", "--quantize", "int3"], "--quantize is 'int3', expected int8 or int4 or fp8"),
+        (
+            [LLAMA, tmp_path / "x", "--quantize", "int3"],
+            "--quantize is 'int3', expected int8 or int4 or uint4 or fp8",
+        ),
         ([converted, tmp_path / "x", "--quantize", "int8"], "with matrices in few bits"),
         ([converted, tmp_path / "x", "--quantize", "int8", "--to", "hf"], "on the way to native only"),
         ([converted, "--verify", "--quantize", "int8"], "on the way to native only"),

@@ -1,4 +1,4 @@
-"""`jdllm convert --quantize int4`: numbers in pairs, and the scales of groups."""
+"""`jdllm convert --quantize int4` and `uint4`: numbers in pairs, and the scales and offsets of groups."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -20,7 +21,11 @@ from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.quantised import Grouped, Quantised, unpacked
 from tests.helpers import GOLDENS
-from tests.rounding import rounded_in_groups_by_numpy, rounded_to_4_bits
+from tests.rounding import (
+    rounded_in_groups_by_numpy,
+    rounded_to_4_bits,
+    rounded_with_offsets_by_numpy,
+)
 
 LLAMA = GOLDENS / "llama"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -132,3 +137,25 @@ def test_damage_is_found(copy: Path):
     said = r"is U8 \[64, 80\] and its scales are F32 \[128\]: .* F32 for each 128 inputs of a row"
     with pytest.raises(CheckpointError, match=said):
         load_params(copy, config_from_hf(copy).quantised("int4"), "float32")
+
+
+def test_offsets_are_stored_beside_scales(tmp_path: Path):
+    native = tmp_path / "native"
+    to_native(LLAMA, native, quantize="uint4")
+    stored = {tensor.name: tensor for tensor in read_manifest(native).tensors}
+    with ocp.StandardCheckpointer() as reader:
+        down = reader.restore(native)["layers"]["down"]
+    shapes = {name: (part.dtype, part.shape) for name, part in down.items()}
+    of_groups = jnp.bfloat16, (2, 64, 5)
+    assert shapes == {"values": (np.uint8, (2, 64, 80)), "scales": of_groups, "offsets": of_groups}
+    values, *others = rounded_with_offsets_by_numpy(load_file(LLAMA / "model.safetensors")[DOWN])
+    np.testing.assert_array_equal(down["values"][1] & 15, values[:, ::2] + 8)
+    for part, expected in zip(("scales", "offsets"), others, strict=True):
+        np.testing.assert_array_equal(down[part][1].astype(np.float32), expected)
+        file = native / stored[f"{DOWN}_{part.removesuffix('s')}"].chunk
+        assert file.read_bytes() == down[part][1].tobytes()
+    manifest = json.loads((native / "manifest.json").read_text())
+    next(one for one in manifest["tensors"] if one["name"] == f"{DOWN}_offset")["shape"] = [320]
+    (native / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"its offsets are BF16 \[320\]: .* BF16 for each 32 inputs"):
+        load_params(native, config_from_hf(native).quantised("uint4"), "float32")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts
-from jdllm.quantised import FLOAT8, KINDS, Quantised
-from tests.few_bits import FEW_BITS, Form, rounded_to
+from jdllm.quantised import FLOAT8, KINDS, Quantised, WeightForm
+from tests.few_bits import rounded_to
 from tests.gpu.test_skinny_matmul import (
     LAYER,
     LAYERS,
@@ -25,13 +25,13 @@ from tests.pallas.rotation import turned
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=FEW_BITS)
-def form(request: pytest.FixtureRequest) -> Form:
+@pytest.fixture(params=KINDS)
+def form(request: pytest.FixtureRequest) -> WeightForm:
     return request.param
 
 
 def quantised_operands(
-    form: Form, rows: int, product: str
+    form: WeightForm, rows: int, product: str
 ) -> tuple[jax.Array, list[Quantised], list[jax.Array]]:
     """Rows, weights, and the matrices that the weights stand for, in f32."""
     outputs, k, _ = PRODUCTS[product]
@@ -42,7 +42,7 @@ def quantised_operands(
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_model_shapes(product: str, implementation: Any, form: Form):
+def test_model_shapes(product: str, implementation: Any, form: WeightForm):
     gated = PRODUCTS[product][2]
     x, weights, exact = quantised_operands(form, MOST_ROWS, product)
     run = jax.jit(
@@ -67,7 +67,7 @@ def test_all_floats_of_8_bits(dtype: Any):
 
 
 @pytest.mark.parametrize("product", ["llada-down", "llada-o"])
-def test_sums_in_parts(product: str, form: Form):
+def test_sums_in_parts(product: str, form: WeightForm):
     x, [weight], exact = quantised_operands(form, 32, product)
     parts = jax.jit(skinny_parts, static_argnames="layer")(x, weight, layer=LAYER)
     assert len(parts) > 1
@@ -75,7 +75,7 @@ def test_sums_in_parts(product: str, form: Form):
 
 
 @pytest.mark.parametrize("product", ["llada-qkv", "dream-qkv"])
-def test_rotated_queries_and_keys(product: str, form: Form):
+def test_rotated_queries_and_keys(product: str, form: WeightForm):
     x, weights, exact = quantised_operands(form, 32, product)
     outputs, _, _ = PRODUCTS[product]
     bias = jax.random.normal(jax.random.key(1), (LAYERS, sum(outputs)), x.dtype)
@@ -93,7 +93,7 @@ def test_rotated_queries_and_keys(product: str, form: Form):
 
 
 @pytest.mark.parametrize("product", ["llada-down", "llada-gate_up"])
-def test_many_calls_in_a_row_agree_bit_by_bit(product: str, form: Form):
+def test_many_calls_in_a_row_agree_bit_by_bit(product: str, form: WeightForm):
     x, weights, _ = quantised_operands(form, 32, product)
     gated = PRODUCTS[product][2]
     run = jax.jit(lambda x, weights: skinny_matmul(x, weights, layer=LAYER, gated=gated))

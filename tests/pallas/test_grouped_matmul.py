@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.pallas.grouped_matmul import Implementation, grouped_matmul
-from tests.few_bits import FEW_BITS, drawn_matrices
+from jdllm.quantised import KINDS
+from tests.few_bits import drawn_matrices
 from tests.pallas.jaxprs import largest_intermediate
 
 ROWS, GROUPS, ALL_GROUPS, K, N = 300, 5, 8, 24, 40
@@ -60,7 +61,7 @@ def test_sixteen_bit_products_are_rounded_once(form, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", FEW_BITS)
+@pytest.mark.parametrize("bits", KINDS)
 def test_matrices_in_few_bits_are_what_the_numbers_stand_for(form, bits):
     """`[outputs, inputs]`, also those of gates; in 4 bits a row has two groups of inputs."""
     k, first, sizes = 160, 2, np.array([0, 140, 100, 59, 1], np.int32)

@@ -135,7 +135,7 @@ class TestLimits:
             ((x, stack("int8", 0, n=96)[0], None), "multiples of 64, not 256 and 96"),
             ((x, stack("int8", 0, k=192)[0], None), "multiples of 128 and outputs .*, not 192 and 128"),
             ((x, weights, stack("fp8", 0)[0]), "not Float8 .* and Quantised"),
-            ((x, drawn_matrices("shifted", (ALL_GROUPS, N, K), 0)[0], None), "no groups with offsets"),
+            ((x, drawn_matrices("uint4", (ALL_GROUPS, N, K), 0)[0], None), "no groups with offsets"),
         ):
             with pytest.raises(NotImplementedError, match=said):
                 check_few_bits_mosaic_gpu(*operands)
@@ -148,5 +148,5 @@ class TestLimits:
             for dtype, expected in ((jnp.bfloat16, "mosaic_gpu"), (jnp.float32, in_f32)):
                 x = jnp.ones((8, K), dtype)
                 assert operator_for(weights).default(hopper, x, weights, weights).name == expected
-        shifted, _ = drawn_matrices("shifted", (ALL_GROUPS, N, K), 0)
+        shifted, _ = drawn_matrices("uint4", (ALL_GROUPS, N, K), 0)
         assert operator_for(shifted).default(hopper, x, shifted, shifted).name == "padded"

@@ -64,7 +64,7 @@ class TestLimits:
         for operands, said in (
             ((x.astype(jnp.int8), weights, None), "not of int8"),
             ((x, stack("fp8", 0, N, K)[0], None), "takes no floats of 8 bits"),
-            ((x, drawn_matrices("shifted", (ALL_GROUPS, N, K), 0)[0], None), "no groups with offsets"),
+            ((x, drawn_matrices("uint4", (ALL_GROUPS, N, K), 0)[0], None), "no groups with offsets"),
             ((x, stack("int8", 0, N, 192)[0], None), "multiples of 128, not 192 and 72 outputs"),
             ((x, weights, stack("int4", 0, N, K)[0]), "not Grouped .* and Quantised"),
         ):

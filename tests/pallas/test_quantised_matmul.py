@@ -12,20 +12,22 @@ from jdllm.pallas.quantised_matmul import quantised_matmul
 from jdllm.pallas.quantised_matmul.limits import MOST_ROWS, check_mosaic_gpu
 from jdllm.pallas.quantised_matmul.mosaic_gpu import quantised_matmul_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import Tiles, default_tiles
-from jdllm.quantised import Quantised
-from tests.few_bits import FEW_BITS, Form, drawn_matrices, of_one_layer
+from jdllm.quantised import KINDS, Quantised, WeightForm
+from tests.few_bits import drawn_matrices, of_one_layer
 
 LAYERS, LAYER, K = 3, 1, 384
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=["int8", "int4", "shifted"])
-def form(request: pytest.FixtureRequest) -> Form:
+@pytest.fixture(params=["int8", "int4", "uint4"])
+def form(request: pytest.FixtureRequest) -> WeightForm:
     return request.param
 
 
-def operands(form: Form, rows: int, n: int, dtype=jnp.bfloat16) -> tuple[jax.Array, Quantised, np.ndarray]:
+def operands(
+    form: WeightForm, rows: int, n: int, dtype=jnp.bfloat16
+) -> tuple[jax.Array, Quantised, np.ndarray]:
     """Rows, a stack, and the exact products of the rows with the matrix of `LAYER`.
 
     Sums are exact in f32, and so are scaled weights of 4 bits in 16 bits. Other layers are not numbers.
@@ -52,19 +54,19 @@ class TestKernel:
             slow(65, 64, (64, 1, 1)),
         ],
     )
-    def test_cuts(self, rows: int, n: int, cut: tuple[int, int, int], form: Form):
+    def test_cuts(self, rows: int, n: int, cut: tuple[int, int, int], form: WeightForm):
         x, weight, exact = operands(form, rows, n)
-        tiles = Tiles(*cut, bits=weight.bits, processors=2, shifted=form == "shifted")
+        tiles = Tiles(*cut, bits=weight.bits, processors=2, shifted=form == "uint4")
         check(quantised_matmul_mosaic_gpu(x, weight, layer=LAYER, tiles=tiles), exact)
 
     @pytest.mark.slow
-    def test_defaults(self, form: Form):
+    def test_defaults(self, form: WeightForm):
         x, weight, exact = operands(form, 100, 192, jnp.float16)
         check(quantised_matmul_mosaic_gpu(x, weight, layer=jnp.int32(LAYER)), exact)
 
 
 class TestPortable:
-    def test_products(self, form: Form):
+    def test_products(self, form: WeightForm):
         x, weight, exact = operands(form, 65, 40, jnp.float32)
         check(quantised_matmul(x, weight, layer=LAYER, implementation="xla"), exact)
 
@@ -74,8 +76,8 @@ class TestCuts:
     @pytest.mark.parametrize(
         ("n", "k"), [(4096, 4096), (12288, 4096), (4096, 12288), (18944, 3584), (64, 128)]
     )
-    def test_defaults_fit(self, rows: int, n: int, k: int, form: Form):
-        tiles = default_tiles(rows, n, k, FEW_BITS[form].bits, shifted=form == "shifted")
+    def test_defaults_fit(self, rows: int, n: int, k: int, form: WeightForm):
+        tiles = default_tiles(rows, n, k, KINDS[form].bits, shifted=form == "uint4")
         blocks, clusters = tiles.blocks(rows + -rows % tiles.rows, n)
         assert blocks * tiles.rows >= rows
         assert clusters * tiles.cluster * tiles.columns == n
@@ -96,18 +98,18 @@ class TestCuts:
 
 
 class TestRefusals:
-    def test_sides(self, form: Form):
+    def test_sides(self, form: WeightForm):
         x, weight, _ = operands(form, 65, 96)
         with pytest.raises(NotImplementedError, match="multiples of 64 and 128, not 96 and 384"):
             check_mosaic_gpu(x, weight)
 
     @pytest.mark.parametrize("rows", [0, MOST_ROWS + 1])
-    def test_rows(self, rows: int, form: Form):
+    def test_rows(self, rows: int, form: WeightForm):
         x, weight, _ = operands(form, rows, 64)
         with pytest.raises(NotImplementedError, match=f"takes 1 to {MOST_ROWS} rows, not {rows}"):
             check_mosaic_gpu(x, weight)
 
-    def test_types(self, form: Form):
+    def test_types(self, form: WeightForm):
         x, weight, _ = operands(form, 65, 64, jnp.float32)
         with pytest.raises(NotImplementedError, match="not of float32"):
             check_mosaic_gpu(x, weight)

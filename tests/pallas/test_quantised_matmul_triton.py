@@ -10,12 +10,11 @@ import pytest
 from jdllm.pallas.device import Target
 from jdllm.pallas.quantised_matmul.limits import MOST_ROWS, QUANTISED_MATMUL
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
-from jdllm.quantised import Float8
-from tests.few_bits import Form
+from jdllm.quantised import Float8, WeightForm
 from tests.pallas.test_quantised_matmul import LAYER, operands
 from tests.pallas.triton_interpreter import interpreted
 
-BITS: list[Form] = ["int8", "int4", "shifted"]
+BITS: list[WeightForm] = ["int8", "int4", "uint4"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def cut(rows: int = 32, columns: int = 64, depth: int = 64) -> ProductSizes:
     return ProductSizes(rows, columns, depth, Schedule(4, 2))
 
 
-def check(form: Any, bits: Form, rows: int, n: int, dtype: Any, sizes: ProductSizes | None) -> None:
+def check(form: Any, bits: WeightForm, rows: int, n: int, dtype: Any, sizes: ProductSizes | None) -> None:
     x, weight, exact = operands(bits, rows, n, dtype)
     found = form.quantised_matmul_triton(x, weight, layer=jnp.int32(LAYER), sizes=sizes)
     assert found.dtype == dtype
@@ -40,21 +39,21 @@ def check(form: Any, bits: Form, rows: int, n: int, dtype: Any, sizes: ProductSi
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize(("rows", "n"), [(70, 80), (1, 64)])
-def test_products(form: Any, bits: Form, dtype: Any, rows: int, n: int):
+def test_products(form: Any, bits: WeightForm, dtype: Any, rows: int, n: int):
     """The last blocks have rows and outputs that are not there."""
     check(form, bits, rows, n, dtype, cut())
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("programs", [1, 10_000])
-def test_parts_of_any_number(form: Any, monkeypatch: pytest.MonkeyPatch, bits: Form, programs: int):
+def test_parts_of_any_number(form: Any, monkeypatch: pytest.MonkeyPatch, bits: WeightForm, programs: int):
     monkeypatch.setattr("jdllm.pallas.skinny_matmul.triton.PROGRAMS", programs)
     check(form, bits, 20, 64, jnp.bfloat16, cut(columns=32, depth=32))
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", [16, 40, 130])
-def test_defaults(form: Any, bits: Form, rows: int):
+def test_defaults(form: Any, bits: WeightForm, rows: int):
     check(form, bits, rows, 96, jnp.bfloat16, None)
 
 
@@ -66,7 +65,7 @@ def test_every_card_has_sizes_for_any_number_of_rows(form: Any, capability: floa
 
 
 class TestChoice:
-    def names(self, device: Target, bits: Form = "int4", rows: int = 8) -> str:
+    def names(self, device: Target, bits: WeightForm = "int4", rows: int = 8) -> str:
         x, weight, _ = operands(bits, rows, 64)
         return QUANTISED_MATMUL.default(device, x, weight).name
 
@@ -78,8 +77,8 @@ class TestChoice:
         assert self.names(Target(True, 7.5)) == "xla"
 
     def test_groups_with_offsets_have_both_kernels(self):
-        assert self.names(Target(True, 8.0), "shifted") == "triton"
-        assert self.names(Target(True, 9.0), "shifted") == "mosaic_gpu"
+        assert self.names(Target(True, 8.0), "uint4") == "triton"
+        assert self.names(Target(True, 9.0), "uint4") == "mosaic_gpu"
 
     def test_limits(self):
         assert self.names(Target(True, 8.0), rows=MOST_ROWS + 1) == "xla"

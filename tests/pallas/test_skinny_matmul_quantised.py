@@ -14,8 +14,8 @@ from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL, check_mosaic_gpu, check_triton
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles
-from jdllm.quantised import Quantised
-from tests.few_bits import FEW_BITS, Form, drawn_matrices, of_one_layer
+from jdllm.quantised import KINDS, Quantised, WeightForm
+from tests.few_bits import drawn_matrices, of_one_layer
 from tests.pallas.rotation import turned
 
 LAYERS, LAYER, K = 3, 1, 5 * 128
@@ -27,19 +27,19 @@ def cut(columns: int, splits: int, stages: int, turns: int = 1) -> Tiles:
     return Tiles(columns, splits, stages, 8, turns)
 
 
-def of_form(tiles: Tiles | None, form: Form) -> Tiles | None:
+def of_form(tiles: Tiles | None, form: WeightForm) -> Tiles | None:
     if tiles is None:
         return None
-    return dataclasses.replace(tiles, bits=FEW_BITS[form].bits, shifted=form == "shifted")
+    return dataclasses.replace(tiles, bits=KINDS[form].bits, shifted=form == "uint4")
 
 
-@pytest.fixture(params=["int8", "int4", slow("shifted"), slow("fp8")])
-def form(request: pytest.FixtureRequest) -> Form:
+@pytest.fixture(params=["int8", "int4", slow("uint4"), slow("fp8")])
+def form(request: pytest.FixtureRequest) -> WeightForm:
     return request.param
 
 
 def operands(
-    form: Form, outputs: tuple[int, ...], rows: int = 13, dtype=jnp.bfloat16
+    form: WeightForm, outputs: tuple[int, ...], rows: int = 13, dtype=jnp.bfloat16
 ) -> tuple[jax.Array, list[Quantised], list[np.ndarray]]:
     """Rows, weights, and the exact products of the rows with `LAYER`'s.
 
@@ -81,7 +81,7 @@ class TestKernel:
             slow((64, 32, 96), None),
         ],
     )
-    def test_cuts(self, outputs: tuple[int, ...], tiles: Tiles | None, form: Form):
+    def test_cuts(self, outputs: tuple[int, ...], tiles: Tiles | None, form: WeightForm):
         x, weights, exact = operands(form, outputs)
         tiles = of_form(tiles, form)
         check(skinny_matmul_mosaic_gpu(x, weights, layer=LAYER, chained=True, tiles=tiles), exact)
@@ -95,7 +95,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
     @pytest.mark.parametrize("tiles", [cut(64, 1, 3), slow(None)])
-    def test_gated(self, tiles: Tiles | None, dtype, form: Form):
+    def test_gated(self, tiles: Tiles | None, dtype, form: WeightForm):
         x, weights, exact = operands(form, (96, 96), rows=20, dtype=dtype)
         tiles = of_form(tiles, form)
         actual = skinny_matmul_mosaic_gpu(x, weights, layer=LAYER, gated=True, tiles=tiles)
@@ -104,13 +104,13 @@ class TestKernel:
     @pytest.mark.parametrize("columns", [96, slow(32)])
     def test_offsets_of_both_weights(self, columns: int):
         """A warpgroup has columns of the first weight, and of the second one."""
-        x, weights, exact = operands("shifted", (96, 96), rows=20)
-        tiles = of_form(cut(columns, 1, 3), "shifted")
+        x, weights, exact = operands("uint4", (96, 96), rows=20)
+        tiles = of_form(cut(columns, 1, 3), "uint4")
         actual = skinny_matmul_mosaic_gpu(x, weights, layer=LAYER, gated=True, tiles=tiles)
         check(actual, gated(exact), roundings=40)
 
     @pytest.mark.parametrize("biased", [slow(False), True])
-    def test_rotated(self, biased: bool, form: Form):
+    def test_rotated(self, biased: bool, form: WeightForm):
         x, weights, exact = operands(form, (256, 64, 64))
         bias = np.random.default_rng(1).integers(-9, 10, (LAYERS, 384)) * biased
         exact = [y + b for y, b in zip(exact, np.split(bias[LAYER], [256, 320]), strict=True)]
@@ -121,7 +121,7 @@ class TestKernel:
             layer=LAYER,
             bias=jnp.asarray(bias, x.dtype) if biased else None,
             rotation=(jnp.cos(angles), jnp.sin(angles)),
-            tiles=of_form(cut(64 if FEW_BITS[form].bits == 4 else 32, 1, 2), form),
+            tiles=of_form(cut(64 if KINDS[form].bits == 4 else 32, 1, 2), form),
         )
         for index, product in enumerate(actual):
             expected = turned(exact[index], angles * (index < 2))
@@ -129,7 +129,7 @@ class TestKernel:
             assert error < 2 * float(jnp.finfo(x.dtype).eps) * np.abs(expected).max()
 
     @pytest.mark.parametrize("splits", [1, 2])
-    def test_sums_in_parts(self, splits: int, form: Form):
+    def test_sums_in_parts(self, splits: int, form: WeightForm):
         x, (weight,), (exact,) = operands(form, (64,))
         tiles = of_form(cut(32, splits, 2), form)
         parts = skinny_parts_mosaic_gpu(x, weight, layer=LAYER, chained=True, tiles=tiles)
@@ -139,7 +139,7 @@ class TestKernel:
 
 class TestPortable:
     @pytest.mark.parametrize(("dtype", "roundings"), [(jnp.float32, 8), (jnp.bfloat16, 60)])
-    def test_products(self, dtype, roundings: float, form: Form):
+    def test_products(self, dtype, roundings: float, form: WeightForm):
         """A matrix is rounded to 16 bits before the product, whose terms partly cancel."""
         x, weights, exact = operands(form, (24, 40), dtype=dtype)
         actual = skinny_matmul(x, weights, layer=LAYER, implementation="xla")
@@ -150,8 +150,8 @@ class TestPortable:
 
 
 class TestChoice:
-    @pytest.mark.parametrize("form", ["int4", "shifted"])
-    def test_only_hopper_has_a_kernel_for_few_bits(self, form: Form):
+    @pytest.mark.parametrize("form", ["int4", "uint4"])
+    def test_only_hopper_has_a_kernel_for_few_bits(self, form: WeightForm):
         x, weights, _ = operands(form, (64, 32))
         for capability, expected in ((9.0, "mosaic_gpu"), (8.0, "xla")):
             assert SKINNY_MATMUL.default(Target(True, capability), x, weights).name == expected
@@ -159,7 +159,7 @@ class TestChoice:
 
 class TestRefusals:
     @pytest.mark.parametrize(("form", "unit", "heads"), [("int8", 16, 32), ("int4", 32, 64)])
-    def test_sides(self, form: Form, unit: int, heads: int):
+    def test_sides(self, form: WeightForm, unit: int, heads: int):
         x, weights, _ = operands(form, (unit // 2,))
         with pytest.raises(NotImplementedError, match=f"of {unit} and 128, not {unit // 2} and 640"):
             check_mosaic_gpu(x, weights)
@@ -177,7 +177,7 @@ class TestRefusals:
 
     def test_quantised_beside_others(self):
         x, weights, _ = operands("int8", (32,))
-        grouped, shifted = (operands(form, (32,))[1][0] for form in ("int4", "shifted"))
+        grouped, shifted = (operands(form, (32,))[1][0] for form in ("int4", "uint4"))
         for unlike in (
             [*weights, grouped],
             [grouped, shifted],
@@ -186,7 +186,7 @@ class TestRefusals:
             with pytest.raises(NotImplementedError, match="all quantised alike, or none"):
                 check_mosaic_gpu(x, unlike)
 
-    def test_triton(self, form: Form):
+    def test_triton(self, form: WeightForm):
         x, weights, _ = operands(form, (32,))
         with pytest.raises(NotImplementedError, match="no quantised weights"):
             check_triton(x, weights)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int8
 
-from jdllm.quantised import FACTORS, GROUP, WeightForm, rounded
+from jdllm.quantised import WeightForm, rounded
+from jdllm.rounding import FACTORS, GROUP
 
 DAMPING = 0.1
 """Share of the mean of the diagonal of H that is added to the diagonal: H may be singular, and has noise."""

@@ -22,7 +22,7 @@ from jdllm.checkpoints.calibration.gptq import compensated, feedback, following
 from jdllm.checkpoints.calibration.sequences import Pack
 from jdllm.checkpoints.index import Index, header_name
 from jdllm.checkpoints.loading import load_tree
-from jdllm.checkpoints.rounded import SCALES, SCALES_SUFFIX, VALUES, HeldTensor, matrices
+from jdllm.checkpoints.rounded import PARTS, HeldTensor, matrices
 from jdllm.checkpoints.staged_chunks import StagedChunks
 from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts
@@ -95,7 +95,7 @@ def round_layers(
             exact, ours = exact._replace(weights=weights), ours._replace(weights=dict(weights))
             for first, sharing in _SHARING.items():
                 own = [name for name, leaf in names.items() if leaf in sharing]
-                parts = [part for name in own for part in (name, name + SCALES_SUFFIX)]
+                parts = [name + part.suffix for name in own for part in PARTS[form]]
                 if not all(map(chunks.has, parts)):
                     _write_rounded(index, own, _input_sums(first, exact, ours, config, packs), form, chunks)
                 rounded = matrices({part: chunks.stored(part) for part in parts}, header_name(dtype))
@@ -158,8 +158,9 @@ def _write_rounded(
         followed = following(matrix.read(matrix.whole), sums.drift, inputs)
         values, scales = compensated(followed, inputs, form)
         stored = KINDS[form].stored_values(values)
-        for part, dtype, held in ((name, VALUES[form], stored), (name + SCALES_SUFFIX, SCALES, scales)):
-            chunks.write(part, HeldTensor(matrix.file, dtype, held.shape, 0, np.asarray(held)))
+        for part, held in zip(PARTS[form], (stored, scales), strict=True):
+            told = HeldTensor(matrix.file, part.dtype, held.shape, 0, np.asarray(held))
+            chunks.write(name + part.suffix, told)
 
 
 @functools.partial(jax.jit, static_argnames=("first", "config"), donate_argnames="sums")

@@ -87,7 +87,7 @@ def _form(
     if plain and _spreads(scale.shape, values.shape, block):
         decode = functools.partial(_plain, block=block)
         fits = block is None and (values.dtype == "I8" or quantization.rounds_rows)
-        kept = _kept_of_bytes(named, values) if fits else None
+        kept = _kept_of_bytes(named, values) if fits else ()
         return PackedTensor.of(named, scale.dtype, values.shape, decode, kept)
     return None
 
@@ -118,26 +118,26 @@ def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
     return scaled(q, _spread(all_of(scale), shape, rows, None), zeros)
 
 
-def _kept_of_bytes(parts: Parts, values: StoredTensor) -> Numbers | None:
+def _kept_of_bytes(parts: Parts, values: StoredTensor) -> tuple[Numbers, ...]:
     """What a device keeps of a matrix of int8, or of floats of 8 bits."""
     zero = parts.get("zero_point")
     if zero is not None and all_of(zero).any():
-        return None
+        return ()
     form = "int8" if values.dtype == "I8" else "fp8"
     return numbers(form, values, parts, _scales, _group(parts, values.shape[1]))
 
 
-def _kept_of_words(parts: Parts, shape: tuple[int, ...], bits: int) -> Numbers | None:
+def _kept_of_words(parts: Parts, shape: tuple[int, ...], bits: int) -> tuple[Numbers, ...]:
     """What a device keeps of packed integers: of 4 bits the words as they are, each number plus 8."""
     packed, zero, group = parts["packed"], parts.get("zero_point"), _group(parts, shape[1])
-    if zero is not None and _unpacked_zeros(zero, bits, shape[0]).any():
-        return None
+    shifted = zero is not None and bool(_unpacked_zeros(zero, bits, shape[0]).any())
     full = bits * shape[1] == 32 * packed.shape[1]
     if bits == 4 and full:
-        return numbers("int4", packed, parts, _scales, group)
-    if bits == 8 and full:
+        found = () if shifted else numbers("int4", packed, parts, _scales, group)
+        return found + numbers("uint4", packed, parts, _scales, group, _offsets if shifted else None)
+    if bits == 8 and full and not shifted:
         return numbers("int8", PackedTensor.of(parts, "I32", packed.shape, _signed), parts, _scales, group)
-    return None
+    return ()
 
 
 def _signed(parts: Parts, rows: range) -> np.ndarray:
@@ -152,6 +152,12 @@ def _group(parts: Parts, inputs: int) -> np.ndarray:
 
 def _scales(parts: Parts, rows: range) -> np.ndarray:
     return _of_rows(all_of(parts["scale"]), rows, None)
+
+
+def _offsets(parts: Parts, rows: range) -> np.ndarray:
+    """What the number 0 stands for in matrices of 4 bits."""
+    zeros = _of_rows(_unpacked_zeros(parts["zero_point"], 4, parts["packed"].shape[0]), rows, None)
+    return _scales(parts, rows).astype(np.float32) * -zeros.astype(np.float32)
 
 
 def _unpacked_zeros(zero: StoredTensor, bits: int, rows: int) -> np.ndarray:

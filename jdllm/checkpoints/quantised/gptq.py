@@ -9,6 +9,7 @@ import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, Numbers, StoredTensor
 from jdllm.checkpoints.quantised.packed import (
+    Decode,
     PackedTensor,
     Parts,
     all_of,
@@ -59,7 +60,7 @@ def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTens
         expected = {"qzeros": ("I32", groups, shape[0] // each), "scales": (dtype, groups, shape[0])}
         expected |= {"g_idx": ("I32", shape[1])} if "g_idx" in stored else {}
         if stored == expected | {"qweight": stored["qweight"]}:
-            kept = _kept(parts, shape, quantization) if quantization.method == "gptq" else None
+            kept = _KEPT[quantization.method](parts, shape, quantization)
             return PackedTensor.of(parts, dtype, shape, found, kept)
     raise unread(module, parts)
 
@@ -67,20 +68,28 @@ def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTens
 def _gptq(parts: Parts, rows: range, *, bits: int, shift: int) -> np.ndarray:
     """Packed along inputs; zeros along outputs, each less by `shift`. Words add and borrow as a whole."""
     q, scales = fields(_columns_of(parts["qweight"], rows).T, bits), _scales(parts, rows)
-    zeros = fields(_words_of_zeros(parts, bits, shift), bits)[:, rows.start : rows.stop]
-    group = _group(parts, q.shape[1])
-    return scaled(q, scales.take(group, axis=1), zeros.T.take(group, axis=1))
+    zeros, group = _gptq_zeros(parts, rows, bits=bits, shift=shift), _group(parts, q.shape[1])
+    return scaled(q, scales.take(group, axis=1), zeros.take(group, axis=1))
 
 
-def _kept(parts: Parts, shape: tuple[int, int], quantization: Quantization) -> Numbers | None:
-    """What a device keeps of a matrix whose zeros are all in the middle: its words, bit by bit."""
-    bits, (rows, inputs) = quantization.bits, shape
-    form, middle = _FORMS.get(bits), _in_each_field(1 << (bits - 1), bits)
-    if form is None or (_words_of_zeros(parts, bits, quantization.shift) != middle).any():
-        return None
+def _gptq_zeros(parts: Parts, rows: range, *, bits: int, shift: int) -> np.ndarray:
+    return fields(_words_of_zeros(parts, bits, shift), bits)[:, rows.start : rows.stop].T
+
+
+def _kept_of_gptq(parts: Parts, shape: tuple[int, int], quantization: Quantization) -> tuple[Numbers, ...]:
+    """What a device keeps of a matrix: its words, bit by bit. In 8 bits all zeros are in the middle."""
+    bits, shift, (rows, inputs) = quantization.bits, quantization.shift, shape
+    form, middle, group = _FORMS.get(bits), _in_each_field(1 << (bits - 1), bits), _group(parts, inputs)
+    if form is None:
+        return ()
     decode = _words if form == "int4" else _signed_words
     values = PackedTensor.of(parts, "I32", (rows, inputs * bits // _WORD), decode)
-    return numbers(form, values, parts, _scales, _group(parts, inputs))
+    symmetric = (_words_of_zeros(parts, bits, shift) == middle).all()
+    found = numbers(form, values, parts, _scales, group) if symmetric else ()
+    if bits == 4:
+        offsets = functools.partial(_offsets, zeros=functools.partial(_gptq_zeros, bits=bits, shift=shift))
+        found += numbers("uint4", values, parts, _scales, group, offsets)
+    return found
 
 
 def _words(parts: Parts, rows: range) -> np.ndarray:
@@ -112,16 +121,43 @@ def _group(parts: Parts, inputs: int) -> np.ndarray:
 
 def _awq(parts: Parts, rows: range) -> np.ndarray:
     """4 bits, packed along outputs, of which the even ones of eight come first; zeros too."""
-    words = range(rows.start // 8, -(-rows.stop // 8))
-    here = slice(rows.start - 8 * words.start, rows.stop - 8 * words.start)
-
-    def outputs(name: str) -> np.ndarray:
-        of_words = fields(_columns_of(parts[name], words), 4).reshape(parts[name].shape[0], -1, 8)
-        return np.ascontiguousarray(of_words[..., _AWQ_ORDER].reshape(parts[name].shape[0], -1)[:, here].T)
-
-    q, zeros, scales = outputs("qweight"), outputs("qzeros"), _columns_of(parts["scales"], rows).T
+    q, zeros, scales = _outputs(parts, rows), _awq_zeros(parts, rows), _scales(parts, rows)
     width = q.shape[1] // scales.shape[1]
     return scaled(q, np.repeat(scales, width, axis=1), np.repeat(zeros, width, axis=1))
+
+
+def _outputs(parts: Parts, rows: range, *, name: str = "qweight") -> np.ndarray:
+    """Numbers of some outputs, side by side for each of them."""
+    stored, words = parts[name], range(rows.start // 8, -(-rows.stop // 8))
+    here = slice(rows.start - 8 * words.start, rows.stop - 8 * words.start)
+    of_words = fields(_columns_of(stored, words), 4).reshape(stored.shape[0], -1, 8)
+    return np.ascontiguousarray(of_words[..., _AWQ_ORDER].reshape(stored.shape[0], -1)[:, here].T)
+
+
+def _awq_zeros(parts: Parts, rows: range) -> np.ndarray:
+    return _outputs(parts, rows, name="qzeros")
+
+
+def _kept_of_awq(parts: Parts, shape: tuple[int, int], quantization: Quantization) -> tuple[Numbers, ...]:
+    """What a device keeps of a matrix: pairs of its numbers."""
+    del quantization
+    rows, inputs = shape
+    values = PackedTensor.of(parts, "U8", (rows, inputs // 2), _pairs)
+    offsets = functools.partial(_offsets, zeros=_awq_zeros)
+    return numbers("uint4", values, parts, _scales, _group(parts, inputs), offsets)
+
+
+def _pairs(parts: Parts, rows: range) -> np.ndarray:
+    q = _outputs(parts, rows)
+    return q[:, ::2] | (q[:, 1::2] << 4)
+
+
+def _offsets(parts: Parts, rows: range, *, zeros: Decode) -> np.ndarray:
+    """What the number 0, which is stored as 8, stands for."""
+    return _scales(parts, rows).astype(np.float32) * (8 - zeros(parts, rows).astype(np.float32))
+
+
+_KEPT = {"gptq": _kept_of_gptq, "awq": _kept_of_awq}
 
 
 def _columns_of(stored: StoredTensor, columns: range) -> np.ndarray:

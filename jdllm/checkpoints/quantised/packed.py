@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.checkpoints.index import Numbers, StoredTensor
+from jdllm.checkpoints.index import DTYPES, Numbers, StoredTensor
 from jdllm.errors import CheckpointError
-from jdllm.quantised import GROUP, WeightForm
+from jdllm.quantised import KINDS, WeightForm
 
 Parts = Mapping[str, StoredTensor]
 Decode = Callable[[Parts, range], np.ndarray]
@@ -21,29 +21,28 @@ class PackedTensor(StoredTensor):
 
     - `parts`: what is stored; `file` and `offset` are those of the first.
     - `decode`: how rows come out of the parts.
-    - `kept`: what a device keeps of the matrix; `None` where no form of `jdllm.quantised` has these values.
+    - `kept`: what a device keeps of the matrix in those forms of `jdllm.quantised` that have these values.
     - `first_row`: of the stored matrix.
     """
 
     parts: Parts
     decode: Decode
-    kept: Numbers | None = None
+    kept: tuple[Numbers, ...] = ()
     first_row: int = 0
 
     @classmethod
     def of(
-        cls, parts: Parts, dtype: str, shape: tuple[int, ...], decode: Decode, kept: Numbers | None = None
+        cls, parts: Parts, dtype: str, shape: tuple[int, ...], decode: Decode, kept: tuple[Numbers, ...] = ()
     ) -> "PackedTensor":
         """The matrix of these parts, all of it."""
         first = next(iter(parts.values()))
         return cls(first.file, dtype, shape, first.offset, parts, decode, kept)
 
-    @property
-    def numbers(self) -> Numbers | None:
-        return self.kept
+    def numbers_in(self, form: WeightForm) -> Numbers | None:
+        return next((numbers for numbers in self.kept if numbers.form == form), None)
 
     def rows(self, first: int, count: int) -> "PackedTensor":
-        shape, kept = (count, *self.shape[1:]), self.kept and self.kept.rows(first, count)
+        shape, kept = (count, *self.shape[1:]), tuple(numbers.rows(first, count) for numbers in self.kept)
         return dataclasses.replace(self, shape=shape, kept=kept, first_row=self.first_row + first)
 
     def read(self, part: Sequence[range]) -> np.ndarray:
@@ -97,30 +96,45 @@ def scaled(q: Any, scales: Any, zeros: Any) -> np.ndarray:
 
 
 def numbers(
-    form: WeightForm, values: StoredTensor, parts: Parts, scales: Decode, group: np.ndarray
-) -> Numbers | None:
-    """What a device keeps of a matrix.
+    form: WeightForm,
+    values: StoredTensor,
+    parts: Parts,
+    scales: Decode,
+    group: np.ndarray,
+    offsets: Decode | None = None,
+) -> tuple[Numbers, ...]:
+    """What a device keeps of a matrix: one, or nothing where inputs that share a scale in this form have
+    different ones.
 
     Arguments:
-    - `form`: of the matrix, whose zero is the number 0.
+    - `form`: of the matrix.
     - `values`: of `Numbers`.
     - `parts`: what is stored of the matrix.
     - `scales`: returns the stored scales of some rows, side by side.
     - `group`: which of the scales of a row each of its inputs has.
-
-    Returns `None` where inputs that share a scale in this form have different ones.
+    - `offsets`: of "uint4", the same of what the number 0 stands for. That is 0 if `None`.
     """
-    size = GROUP if form == "int4" else max(1, len(group))
+    size = KINDS[form].group or max(1, len(group))
     chosen = group[::size]
-    if (np.repeat(chosen, size)[: len(group)] != group).any():
-        return None
+    if (np.repeat(chosen, size)[: len(group)] != group).any() or (form == "uint4" and len(group) % size):
+        return ()
 
-    def of_rows(parts: Parts, rows: range) -> np.ndarray:
-        found = scales(parts, rows)[:, chosen].astype(np.float32)
-        return found if form == "int4" else found[:, 0]
+    def tensor(decode: Decode) -> PackedTensor:
+        def of_rows(parts: Parts, rows: range) -> np.ndarray:
+            found = decode(parts, rows)[:, chosen].astype(DTYPES[dtype])
+            return found[:, 0] if KINDS[form].group is None else found
 
-    shape = (values.shape[0], len(chosen)) if form == "int4" else values.shape[:1]
-    return Numbers(form, values, PackedTensor.of(parts, "F32", shape, of_rows))
+        shape = values.shape[0], len(chosen)
+        return PackedTensor.of(parts, dtype, shape[:1] if KINDS[form].group is None else shape, of_rows)
+
+    def without_offsets(parts: Parts, rows: range) -> np.ndarray:
+        return np.zeros_like(scales(parts, rows))
+
+    if form != "uint4":
+        dtype = "F32"
+        return (Numbers(form, values, (tensor(scales),)),)
+    dtype = "BF16"
+    return (Numbers(form, values, (tensor(scales), tensor(offsets or without_offsets))),)
 
 
 def in_equal_groups(inputs: int, groups: int) -> np.ndarray:

@@ -87,20 +87,22 @@ def _kind(told: str) -> tuple[str, str, str]:
         return "", "", ""
 
 
-def _kept(kind: str, narrow: str, parts: Parts, shape: tuple[int, ...]) -> Numbers | None:
-    """What a device keeps of a matrix of integers without zeros."""
+def _kept(kind: str, narrow: str, parts: Parts, shape: tuple[int, ...]) -> tuple[Numbers, ...]:
+    """What a device keeps of a matrix of integers. In 8 bits it has no zeros."""
     values, zero, (rows, inputs) = parts["qdata"], parts.get("zero_point"), shape
-    if values.dtype != "I8" or (zero is not None and all_of(zero).astype(np.float32).any()):
-        return None
+    if values.dtype != "I8":
+        return ()
+    shifted = zero is not None and bool(all_of(zero).astype(np.float32).any())
     if kind == _PACKED:
-        in_pairs = PackedTensor.of(parts, "U8", values.shape, _moved)
-        groups = in_equal_groups(inputs, parts["scale"].shape[0])
-        return numbers("int4", in_pairs, parts, _scales_of_packed, groups)
-    groups = in_equal_groups(inputs, parts["scale"].shape[1])
-    if narrow == "int4" and inputs % 2 == 0:
-        in_pairs = PackedTensor.of(parts, "U8", (rows, inputs // 2), _paired)
-        return numbers("int4", in_pairs, parts, _scales, groups)
-    return numbers("int8", values, parts, _scales, groups)
+        decode, scales, offsets = _moved, _scales_of_packed, _offsets_of_packed
+    else:
+        decode, scales, offsets = _paired, _scales, _offsets
+    groups = in_equal_groups(inputs, parts["scale"].shape[0 if kind == _PACKED else 1])
+    if kind != _PACKED and (narrow != "int4" or inputs % 2):
+        return () if shifted else numbers("int8", values, parts, scales, groups)
+    in_pairs = PackedTensor.of(parts, "U8", (rows, inputs // 2), decode)
+    found = () if shifted else numbers("int4", in_pairs, parts, scales, groups)
+    return found + numbers("uint4", in_pairs, parts, scales, groups, offsets if shifted else None)
 
 
 def _moved(parts: Parts, rows: range) -> np.ndarray:
@@ -115,12 +117,28 @@ def _paired(parts: Parts, rows: range) -> np.ndarray:
 
 
 def _scales(parts: Parts, rows: range) -> np.ndarray:
-    scale, of_all = parts["scale"], parts["qdata"].shape[0]
-    return all_of(scale)[np.arange(rows.start, rows.stop) // (of_all // scale.shape[0])]
+    return _of_rows(parts, "scale", rows)
+
+
+def _offsets(parts: Parts, rows: range) -> np.ndarray:
+    """What the number 0 stands for."""
+    zeros = _of_rows(parts, "zero_point", rows).astype(np.float32)
+    return _scales(parts, rows).astype(np.float32) * -zeros
+
+
+def _of_rows(parts: Parts, name: str, rows: range) -> np.ndarray:
+    """Values for blocks of a matrix, side by side for each of some rows."""
+    blocks, outputs = parts[name], parts["qdata"].shape[0]
+    return all_of(blocks)[np.arange(rows.start, rows.stop) // (outputs // blocks.shape[0])]
 
 
 def _scales_of_packed(parts: Parts, rows: range) -> np.ndarray:
     return all_of(parts["scale"]).T[rows.start : rows.stop]
+
+
+def _offsets_of_packed(parts: Parts, rows: range) -> np.ndarray:
+    """What the number 0 stands for, which is what these matrices store as zeros."""
+    return all_of(parts["zero_point"]).T[rows.start : rows.stop]
 
 
 def _plain(parts: Parts, rows: range, *, dtype: str) -> np.ndarray:
