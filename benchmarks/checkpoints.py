@@ -37,7 +37,7 @@ def measure_load(directory: Path, dtype: str) -> dict[str, float | int | str]:
     largest stored tensor.
     """
     config = config_from_hf(directory)
-    config = config.quantised(default_form(directory, config, read_config(directory)))
+    config = config.quantised(*default_form(directory, config, read_config(directory)))
     dtype = resolve_dtype(directory, config, dtype)
     sizes = [stored.bytes for stored in read_index(directory).values()]
     on_host = param_bytes(config, dtype) if jax.default_backend() == "cpu" else 0

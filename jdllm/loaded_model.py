@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jdllm.checkpoints.adapters import load_adapter
-from jdllm.checkpoints.default_form import default_form
+from jdllm.checkpoints.default_form import DefaultForm, default_form
 from jdllm.checkpoints.loading import load_params, resolve, resolve_dtype
 from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.decoding.generation_defaults import default_sampling
@@ -87,7 +87,10 @@ def load_model(
     )
     dtype = resolve_dtype(path, plain, dtype)
     values = {**read_config(path), **overrides}
-    config = plain.quantised(quantization or default_form(path, plain, values, adapter))
+    forms = DefaultForm(quantization)
+    if quantization is None:
+        forms = default_form(path, plain, values, adapter)
+    config = plain.quantised(*forms)
     config = dataclasses.replace(config, offloaded=count_offloaded(config, dtype))
     whole_layers = keeps_whole(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.

@@ -334,21 +334,20 @@ def _load_quantised(
     kept = spec.zeros("float32")
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
-        same = stored.numbers_in(form)
-        values, others = (stored, ()) if same is None else (same.values, same.others)
+        values, *others = [stored] if (same := stored.numbers_in(form)) is None else same.parts
         for at, piece in _read_pieces(values, values.whole):
             rows = range(at[0], at[0] + len(piece))
-            with_it = tuple(other.read([rows, *other.whole[1:]]) for other in others)
-            block = jax.device_put(piece)  # which takes any strides, and transposes faster than NumPy
+            beside = [other.read([rows, *other.whole[1:]]) for other in others]
+            block = jax.device_put([piece, *beside])  # any strides; transposes faster than NumPy
             jax.block_until_ready(kept)
-            kept = _write_quantised(kept, form, (block, *with_it), np.array((*place, at[0]), np.int32))
+            kept = _write_quantised(kept, form, block, np.array((*place, at[0]), np.int32))
         advance(stored.bytes)
     return jax.block_until_ready(kept)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="form")
 def _write_quantised(
-    kept: Quantised, form: WeightForm, block: tuple[jax.Array, ...], start: jax.Array
+    kept: Quantised, form: WeightForm, block: list[jax.Array], start: jax.Array
 ) -> Quantised:
     """Write rows: those of `start`, which is the place of a matrix and the first of its rows. `block` is the
     rows, or what is stored of them, whose numbers may be in words of 32 bits."""

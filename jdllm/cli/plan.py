@@ -230,7 +230,7 @@ def _adapter_bytes(path: Path, workload: "Workload") -> int:
     """Bytes of the adapter with which a model drafts, where its checkpoint brings one."""
     from jdllm.checkpoints.adapters import adapter_bytes
 
-    return adapter_bytes(_directory(path), workload.config, workload.dtype)
+    return adapter_bytes(_checkpoint(path), workload.config, workload.dtype)
 
 
 def _plan_parts(asked: "StepQuestion", adapter: int, as_json: bool) -> None:
@@ -346,7 +346,7 @@ def _model(
     quantization: "WeightForm | None",
 ) -> tuple["ModelConfig", str]:
     """The model that is planned for, and the type of its weights."""
-    from jdllm.checkpoints.default_form import default_form
+    from jdllm.checkpoints.default_form import DefaultForm, default_form
     from jdllm.models.hf_config import config_from_hf, read_config
 
     values = {**read_config(path), **(overrides or {})}
@@ -355,10 +355,11 @@ def _model(
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
+    forms = DefaultForm(quantization)
     if quantization is None:
         with contextlib.suppress(CheckpointError):  # of a config.json without weights
-            quantization = default_form(_directory(path), config, values)
-    return config.quantised(quantization), dtype
+            forms = default_form(_checkpoint(path), config, values)
+    return config.quantised(*forms), dtype
 
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:
@@ -370,11 +371,13 @@ def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:
     if dtype not in names:
         raise ConfigError(f"--dtype is {dtype!r}, expected one of {', '.join(names)}")
     try:
-        return resolve_dtype(_directory(path), config, dtype)
+        return resolve_dtype(_checkpoint(path), config, dtype)
     except CheckpointError:
         return "bfloat16"
 
 
-def _directory(path: Path) -> Path:
-    """The directory of a checkpoint, of which `path` may be the config.json."""
-    return path if path.is_dir() else path.parent
+def _checkpoint(path: Path) -> Path:
+    """The directory of a checkpoint, of which `path` may be the config.json, or a GGUF file."""
+    from jdllm.gguf_files import is_gguf
+
+    return path if path.is_dir() or is_gguf(path) else path.parent

@@ -83,6 +83,7 @@ class ModelConfig:
     - `kv_copies`: of one card's part: how many cards have its key-value heads, each with other queries.
     - `quantization`: the form of the matrices of layers on the device (`jdllm.quantised`). `None` for
       matrices of the same type as all other weights.
+    - `in_int8`: leaves of these matrices, such as "v", that are in "int8" beside those in `quantization`.
     - `kv_cache_dtype`: how keys and values are stored on the device (`jdllm.stored_rows`): "auto" for the
       type of the model, "fp8" for floats of 8 bits with a scale for each row and head.
     - `offloaded`: of how many layers the weights are in host memory. These are the last ones, and none of
@@ -120,6 +121,7 @@ class ModelConfig:
     own_ids: int | None = None
     kv_copies: int = 1
     quantization: WeightForm | None = None
+    in_int8: tuple[str, ...] = ()
     kv_cache_dtype: KvCacheDtype = "auto"
     offloaded: int = 0
 
@@ -149,8 +151,8 @@ class ModelConfig:
             parts["own_ids"] = -(-self.vocab_size // (cards * ID_UNIT)) * ID_UNIT
         return dataclasses.replace(self, **parts)
 
-    def quantised(self, form: WeightForm | None) -> "ModelConfig":
-        """The model with the matrices of its layers in this form.
+    def quantised(self, form: WeightForm | None, in_int8: tuple[str, ...] = ()) -> "ModelConfig":
+        """The model with the matrices of its layers in this form, and some leaves in "int8".
 
         Raises `ConfigError` for several cards, and in 4 bits for inputs that are no multiple of 2 (int4) or
         of 32 (uint4).
@@ -167,8 +169,18 @@ class ModelConfig:
         elif odd:
             reason = f"numbers of inputs that are multiples of {unit}, and {odd[0]}"
         else:
-            return dataclasses.replace(self, quantization=form)
+            return dataclasses.replace(self, quantization=form, in_int8=in_int8)
         raise ConfigError(f"quantization is {form!r}, which is for {reason}")
+
+    def form_of(self, leaf: str) -> WeightForm | None:
+        """The form of a leaf of matrices of layers."""
+        return "int8" if leaf in self.in_int8 else self.quantization
+
+    @property
+    def forms(self) -> tuple[WeightForm, ...]:
+        """The forms that leaves have."""
+        forms = self.quantization, "int8" if self.in_int8 else None
+        return tuple(form for form in dict.fromkeys(forms) if form is not None)
 
     @property
     def in_order(self) -> bool:

@@ -143,7 +143,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
                 leaf(f"layers/{name}", (len(layers), *shape), ("layers", *axes)),
                 layers=layers,
                 transposed=name.startswith("experts_") and config.quantization is None,
-                quantised=config.quantization if name in _QUANTISED else None,
+                quantised=config.form_of(name) if name in _QUANTISED else None,
             )
             for name, shape, axes in leaves
         }
@@ -318,7 +318,7 @@ def quantise(
 
 def quantised(params: Params, config: ModelConfig) -> Params:
     """Weights with those matrices quantised that the model keeps so; other weights are not copied."""
-    plain = spec_tree(dataclasses.replace(config, quantization=None))
+    plain = spec_tree(config.quantised(None))
 
     def kept(spec: TensorSpec, wide: TensorSpec, leaf: Any) -> Any:
         return quantise(leaf, spec.quantised, transposed=wide.transposed) if spec.quantised else leaf

@@ -103,7 +103,8 @@ def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int
         return WORKSPACE + (rows * config.hidden_size + numbers) * _in_loop(rows)
     row = jax.ShapeDtypeStruct((1, config.hidden_size), _dtype(kind))
     forms = (
-        QUANTISED_MATMUL.default(kind.device, row, quantised_struct((1, *sides), config.quantization))
+        QUANTISED_MATMUL.default(kind.device, row, quantised_struct((1, *sides), form))
+        for form in config.forms
         for sides in itertools.permutations((outputs, config.hidden_size))
     )
     widened: Size | int = numbers * kind.itemsize
@@ -257,7 +258,9 @@ def add_feed_forward(
     gap = f"{layer} gap"
     loop = _in_loop(part)
     # Whether the experts' gate and up products exist only as the product of both.
-    gates = _form_of_experts(config, moe, kind, config.hidden_size, moe.expert_size).workspace == 0
+    gates = (
+        _form_of_experts(config, moe, kind, "experts_up", config.hidden_size, moe.expert_size).workspace == 0
+    )
     of_gates, of_down = _experts_scratch(config, moe, kind, inner)
     gap_bytes = (hidden + minimum(hidden, WORKSPACE * gates)) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
@@ -334,21 +337,20 @@ def _experts_scratch(
     if config.quantization is None:
         return 0, 0
     sides = config.hidden_size, moe.expert_size
-    forms = (_form_of_experts(config, moe, kind, *some) for some in itertools.permutations(sides))
-    gates, down = (form.language for form in forms)
+    gates = _form_of_experts(config, moe, kind, "experts_up", *sides).language
+    down = _form_of_experts(config, moe, kind, "experts_down", *sides[::-1]).language
     widened = WORKSPACE + math.prod(sides) * (kind.itemsize + 1)
     return widened * (gates == "xla"), inner if down == "triton" else widened * (down == "xla")
 
 
 def _form_of_experts(
-    config: ModelConfig, moe: MoeConfig, kind: StepKind, inputs: int, outputs: int
+    config: ModelConfig, moe: MoeConfig, kind: StepKind, leaf: str, inputs: int, outputs: int
 ) -> Form[int]:
-    """The form of products with experts' matrices of so many inputs and outputs."""
+    """The form of products with a leaf of experts' matrices, of so many inputs and outputs."""
+    form = config.form_of(leaf)
     rows = jax.ShapeDtypeStruct((1, inputs), _dtype(kind))
-    if config.quantization is None:
-        matrices = jax.ShapeDtypeStruct((moe.experts, inputs, outputs), _dtype(kind))
-    else:
-        matrices = quantised_struct((moe.experts, outputs, inputs), config.quantization)
+    plain = jax.ShapeDtypeStruct((moe.experts, inputs, outputs), _dtype(kind))
+    matrices = plain if form is None else quantised_struct((moe.experts, outputs, inputs), form)
     return operator_for(matrices).default(kind.device, rows, matrices, matrices)
 
 

@@ -47,7 +47,8 @@ def test_values_are_those_of_transformers(family: str):
 def test_tokens_are_those_of_transformers(family: str):
     recorded = RECORDED[family]
     [length] = {len(tokens) for tokens in recorded["tokens"]}
-    with LLM(QUANTISED / f"{family}.gguf", dtype="float32", **ENGINE) as llm:
+    exact = {"dtype": "float32", "hf_overrides": {"quantization_config": None}}
+    with LLM(QUANTISED / f"{family}.gguf", **exact, **ENGINE) as llm:
         sampling = SamplingParams(max_tokens=length, early_stop=False, temperature=0.0)
         outputs = llm.generate(prompt_token_ids=recorded["prompts"], sampling=sampling)
     assert [output.token_ids for output in outputs] == recorded["tokens"]

@@ -34,7 +34,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def form_of(path: Path, **changed: Any) -> WeightForm | None:
     config = dataclasses.replace(config_from_hf(path), **changed)
-    return default_form(path, config, read_config(path))
+    found = default_form(path, config, read_config(path))
+    assert not found.in_int8
+    return found.form
 
 
 def in_few_bits(path: Path, form: WeightForm) -> dict[str, np.ndarray]:
@@ -218,7 +220,7 @@ def test_models_that_cannot_be_in_few_bits(plain: Path, tmp_path: Path):
     llama, adapter = tmp_path / "llama", GOLDENS / "lora" / "linear"
     publish(GOLDENS / "llama", llama, SCHEMES["gptq_rows"])
     assert form_of(llama) == "int4"
-    assert default_form(llama, config_from_hf(llama), read_config(llama), adapter) is None
+    assert default_form(llama, config_from_hf(llama), read_config(llama), adapter).form is None
 
 
 @pytest.mark.parametrize(

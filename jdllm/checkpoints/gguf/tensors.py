@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
+from jdllm.checkpoints.gguf.blocks import WIDER, kept_of_blocks
+from jdllm.checkpoints.index import DTYPES, Index, Numbers, StoredTensor
 from jdllm.checkpoints.quantised.packed import Decode, PackedTensor, Parts, rows_of
 from jdllm.gguf_files import GgufTensor, read_gguf
 from jdllm.models.gguf_config import ROPE_FACTORS, architecture_of, read_gguf_config
@@ -82,7 +83,12 @@ def read_gguf_index(path: Path) -> Index:
 
 def _stored(tensor: GgufTensor, head_dim: int | None) -> StoredTensor:
     """A tensor as it is read: matrices of several experts as one, and heads of `head_dim` rows in halves."""
+
+    def arranged(decode: Decode) -> Decode:
+        return decode if head_dim is None else functools.partial(_in_halves, decode=decode, head_dim=head_dim)
+
     *rows, width = tensor.shape
+    kept: tuple[Numbers, ...] = ()
     kind, shape = tensor.kind, (math.prod(rows), width) if rows else (width,)
     plain = kind.name in DTYPES
     if (plain and head_dim is None) or not rows or not (plain or _is_decoded(kind)):
@@ -94,9 +100,9 @@ def _stored(tensor: GgufTensor, head_dim: int | None) -> StoredTensor:
         per_row = width // _sizes(kind)[0] * _sizes(kind)[1]
         stored = StoredTensor(tensor.file, "U8", (shape[0], per_row), tensor.offset)
         decode = functools.partial(_decoded, kind=kind)
-    if head_dim is not None:
-        decode = functools.partial(_in_halves, decode=decode, head_dim=head_dim)
-    return PackedTensor.of({"rows": stored}, kind.name if plain else "F32", shape, decode)
+        kept = kept_of_blocks(kind.name, stored, width, arranged)
+    dtype, wider = kind.name if plain else "F32", kind.name in WIDER
+    return PackedTensor.of({"rows": stored}, dtype, shape, arranged(decode), kept, may_round=wider)
 
 
 def _plain(parts: Parts, rows: range) -> np.ndarray:

@@ -23,20 +23,29 @@ class PackedTensor(StoredTensor):
     - `decode`: how rows come out of the parts.
     - `kept`: what a device keeps of the matrix in those forms of `jdllm.quantised` that have these values.
     - `first_row`: of the stored matrix.
+    - `may_round`: whether a device rounds the matrix to 8 bits where others of the model stay in 4 bits.
     """
 
     parts: Parts
     decode: Decode
     kept: tuple[Numbers, ...] = ()
     first_row: int = 0
+    may_round: bool = False
 
     @classmethod
     def of(
-        cls, parts: Parts, dtype: str, shape: tuple[int, ...], decode: Decode, kept: tuple[Numbers, ...] = ()
+        cls,
+        parts: Parts,
+        dtype: str,
+        shape: tuple[int, ...],
+        decode: Decode,
+        kept: tuple[Numbers, ...] = (),
+        *,
+        may_round: bool = False,
     ) -> "PackedTensor":
         """The matrix of these parts, all of it."""
         first = next(iter(parts.values()))
-        return cls(first.file, dtype, shape, first.offset, parts, decode, kept)
+        return cls(first.file, dtype, shape, first.offset, parts, decode, kept, may_round=may_round)
 
     def numbers_in(self, form: WeightForm) -> Numbers | None:
         return next((numbers for numbers in self.kept if numbers.form == form), None)
