@@ -108,6 +108,16 @@ def test_plan_of_quantised_weights(shape: str, target: str, context: int, gib: f
     check(*planned(shape, target, context, 0.5, gib, quantization=form), target)
 
 
+@pytest.mark.parametrize("in_int8", [(), ("down", "v")])
+@pytest.mark.parametrize(("target", "gib", "kernels"), [("h200", 8, "auto"), ("a100-80gb", 20, "xla")])
+def test_plan_of_4_bits_with_offsets(target: str, gib: int, kernels: str, in_int8: tuple[str, ...]):
+    """As of AWQ, and of Q4_K_M, some of whose leaves are in 8 bits."""
+    workload = Workload(SHAPES[LLADA].quantised("uint4", in_int8), device=device_of(target, kernels))
+    budget = Budget(gib * GIB)
+    context = max_context(workload, budget, host_tiers=False)
+    check(workload, plan_memory(workload, context, budget, host_tiers=False), target)
+
+
 @pytest.mark.parametrize(
     ("target", "context", "gib", "kernels"),
     [("h200", 4096, UNLIMITED, "auto"), ("h200", 0, 12, "auto"), ("a100-80gb", 32768, 20, "xla")],
