@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.random_checkpoint import write_random_checkpoint
 from jdllm.checkpoints import loading
 from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.sampling import SamplingParams
@@ -22,7 +24,7 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import is_spec, param_bytes, spec_tree, tree_bytes
-from jdllm.quantised import Quantised, WeightForm
+from jdllm.quantised import Quantised, Shifted, WeightForm
 from tests.helpers import GOLDENS, slow
 from tests.rounding import (
     rounded_to_4_bits,
@@ -133,6 +135,22 @@ def test_matrices_are_rounded_as_they_are_loaded(
             assert found.dtype == jnp.bfloat16
 
     jax.tree.map_with_path(check, spec_tree(config), params, kept, is_leaf=is_spec)
+
+
+def test_experts_have_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In stacks of experts, which are rounded in pieces."""
+    monkeypatch.setattr(loading, "PIECE_BYTES", 1 << 12)
+    values = json.loads((GOLDENS / "llada_moe" / "config.json").read_text()) | {"torch_dtype": "float32"}
+    source = write_random_checkpoint(tmp_path / "moe", values | {"expert_intermediate_size": 32})
+    tensors = load_file(source / "model.safetensors")
+    params = load_params(source, config_from_hf(source).quantised("uint4"), "float32")
+    down = params["layers"]["experts_down"]
+    assert isinstance(down, Shifted)
+    found = np.asarray(down.dequantised(jnp.dtype("float32")))
+    for layer, expert in np.ndindex(found.shape[:2]):
+        matrix = tensors[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"]
+        expected = rounded_to_4_bits_with_offsets(matrix)
+        np.testing.assert_allclose(found[layer, expert], expected, rtol=1e-6, atol=1e-7)
 
 
 class TestRefusals:
