@@ -145,7 +145,7 @@ def candidates(product: Product, rows: int, kind: type[Quantised] | None) -> lis
     """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
     bits, shifted = kind.bits if kind else WIDE, kind is not None and issubclass(kind, Shifted)
     padded, unit = padded_rows(rows), column_unit(bits)
-    options = {"gated": product.gated, "bits": bits, "uint4": shifted}
+    options = {"gated": product.gated, "bits": bits, "shifted": shifted}
     default = default_tiles(padded, product.outputs, product.k, **options)
     fewer = max(1, default.stages * 2 // (3 * default.turns)) * default.turns
     cuts = [dataclasses.replace(default, stages=stages) for stages in (default.stages, fewer)]

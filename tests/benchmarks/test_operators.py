@@ -149,7 +149,7 @@ class TestSkinnyMatmul:
     def test_a_sweep_has_the_default_and_cuts_that_a_block_can_take(
         self, shape: str, rows: int, padded: int, kind: type[Quantised] | None
     ):
-        options = {"bits": kind.bits, "uint4": kind is Shifted} if kind else {}
+        options = {"bits": kind.bits, "shifted": kind is Shifted} if kind else {}
         for product in skinny_matmul.products_of(SHAPES[shape]).values():
             first, *others = skinny_matmul.candidates(product, rows, kind)
             options["gated"] = product.gated

@@ -9,7 +9,6 @@ import pytest
 
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts
 from jdllm.quantised import FLOAT8, KINDS, Quantised, WeightForm
-from tests.few_bits import rounded_to
 from tests.gpu.test_skinny_matmul import (
     LAYER,
     LAYERS,
@@ -36,7 +35,7 @@ def quantised_operands(
     """Rows, weights, and the matrices that the weights stand for, in f32."""
     outputs, k, _ = PRODUCTS[product]
     x, stacks = operands(rows, outputs, k)
-    weights = [rounded_to(form, stack) for stack in stacks]
+    weights = [KINDS[form].of(stack) for stack in stacks]
     return x, weights, [weight.dequantised(jnp.dtype("float32")) for weight in weights]
 
 

@@ -142,7 +142,7 @@ class TestLimits:
 
     def test_the_form_on_hopper(self):
         hopper = Target(on_cuda=True, capability=9.0)
-        for kind in KINDS:
+        for kind in KINDS.keys() - {"uint4"}:
             weights, _ = stack(kind, 0)
             in_f32 = "padded" if kind == "fp8" else "triton"
             for dtype, expected in ((jnp.bfloat16, "mosaic_gpu"), (jnp.float32, in_f32)):
