@@ -7,7 +7,8 @@ from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
 from jdllm.pallas.hopper import SHARED_BYTES, STRIP, padded_rows
 from jdllm.pallas.products import Interpreted, TensorCores
-from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
+from jdllm.pallas.split_attention.kernel import attention_partials
+from jdllm.pallas.split_attention.launch import Inputs
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.merge import merge_partials
 from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
