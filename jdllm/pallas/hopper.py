@@ -29,16 +29,16 @@ def padded_rows(rows: int) -> int:
     return -(-rows // STRIP) * STRIP
 
 
-def consumer_registers(consumers: int, loader_registers: int) -> int:
-    """What a thread may have in a block of so many consumers and one loader.
+def consumer_registers(consumers: int, *others: int) -> int:
+    """What a thread of a consumer may have in a block of so many consumers and some other warpgroups.
 
     A block starts with the same number for every thread, a multiple of 8 as any. Warpgroups can pass on only
     what these make together: who asks for more waits forever.
 
     Arguments:
     - `consumers`: warpgroups that multiply.
-    - `loader_registers`: what a thread of the loader keeps.
+    - `others`: what a thread of each other warpgroup keeps.
     """
-    warpgroups = consumers + 1
+    warpgroups = consumers + len(others)
     initial = _REGISTERS // (warpgroups * _THREADS) // 8 * 8
-    return min((warpgroups * initial - loader_registers) // consumers // 8 * 8, _MOST_REGISTERS)
+    return min((warpgroups * initial - sum(others)) // consumers // 8 * 8, _MOST_REGISTERS)

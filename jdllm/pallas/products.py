@@ -10,7 +10,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jdllm.pallas.widening import scaled_pairs, shifted_pairs, widened, widened_pairs
+from jdllm.pallas.widening import (
+    row_layout,
+    scaled_pairs,
+    shifted_pairs,
+    widened,
+    widened_pairs,
+    widened_rows,
+)
 from jdllm.quantised import SHIFTED_GROUP, in_order, unpacked
 
 Output = Float[Array, "warpgroup_rows head_dim"]
@@ -54,6 +61,16 @@ class Products(Protocol):
         - `issued`: called once both products are on their way.
         - `use`: called while `accumulate` is under way.
         - `like`: arrays of the shapes and types of its result.
+        """
+        ...
+
+    @staticmethod
+    def widened(values: Any, scales: Any, dtype: jnp.dtype) -> Float[Array, "keys head_dim"]:
+        """Rows that are stored in 8 bits as `jdllm.stored_rows.Float8Rows.wide` returns them.
+
+        Arguments:
+        - `values`, `scales`: tiles in shared memory: floats of 8 bits, and a power of two for each row.
+        - `dtype`: bfloat16.
         """
         ...
 
@@ -205,6 +222,13 @@ class TensorCores:
         _, o, *results = pl.run_state(multiply)((*accumulators, *leaves))
         return o, jax.tree.unflatten(tree, results)
 
+    @staticmethod
+    def widened(values: Any, scales: Any, dtype: jnp.dtype) -> Float[Array, "keys head_dim"]:
+        layout = row_layout(values.shape[1])
+        wide = widened_rows(plgpu.load(values, layout=layout), dtype)
+        down = plgpu.load(scales, layout=layout.reduce(1), optimized=False).astype(dtype)
+        return wide * plgpu.layout_cast(lax.broadcast_in_dim(down, wide.shape, [0]), layout)
+
 
 class Interpreted:
     """The same for the interpreter, which has no products of operands in registers.
@@ -278,3 +302,7 @@ class Interpreted:
         o = Interpreted.accumulate(o, p, values())
         issued()
         return o, use(scores)
+
+    @staticmethod
+    def widened(values: Any, scales: Any, dtype: jnp.dtype) -> Float[Array, "keys head_dim"]:
+        return values[...].astype(dtype) * scales[...].astype(dtype)[:, None]

@@ -1,6 +1,7 @@
 """Rings of stages in shared memory, through which one warpgroup of a block passes operands to the others."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -57,27 +58,31 @@ def drain(steps: Int[Array, ""], stages: int, *free: Any) -> None:
 
 
 def in_roles(
-    consumers: int, registers: tuple[int, int] | None, load: Callable[[], None], consume: Callable[[], None]
+    consumers: int,
+    registers: Sequence[int] | None,
+    load: Callable[[], None],
+    consume: Callable[[], None],
+    *others: Callable[[], None],
 ) -> None:
-    """Let the last warpgroup of a block call `load`, and all others `consume`.
+    """Let the first warpgroups of a block call `consume`, the next one `load`, and each further one the next
+    of `others`.
 
     Arguments:
     - `consumers`: how many consume.
-    - `registers`: of a thread that loads, and of one that consumes; `None` leaves them as they are.
+    - `registers`: of a thread that loads, of one that consumes, and of one of each of the others, which like
+      the first gives some of its own away; `None` leaves them as they are.
     """
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == consumers)
-    def _loader():
+    def start(role: Callable[[], None], number: int) -> None:
         if registers is not None:
-            plgpu.set_max_registers(registers[0], action="decrease")
-        load()
+            plgpu.set_max_registers(registers[number], action="increase" if role is consume else "decrease")
+        role()
 
-    @pl.when(warpgroup < consumers)
-    def _consumer():
-        if registers is not None:
-            plgpu.set_max_registers(registers[1], action="increase")
-        consume()
+    pl.when(warpgroup == consumers)(lambda: start(load, 0))
+    pl.when(warpgroup < consumers)(lambda: start(consume, 1))
+    for number, role in enumerate(others, 1):
+        pl.when(warpgroup == consumers + number)(functools.partial(start, role, number + 1))
 
 
 def pass_on(full: Any, free: Any) -> None:

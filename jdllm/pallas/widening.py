@@ -35,6 +35,9 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8, UInt8
 
 from jdllm.quantised import FLOAT8, SHIFTED_GROUP
 
+_LANES, _WARPS = 32, 4  # of a warpgroup: threads of a warp, and warps
+_NEIGHBOURS = 8  # numbers of 8 bits that a thread loads at once: as many of 16 bits are the widest store
+
 _AND_OR = 0xEA  # the table of (a & b) | c
 _STRIPS = SHIFTED_GROUP // 8  # of eight inputs, of which a register has two
 _SHARED = 3  # the address space of shared memory
@@ -212,6 +215,52 @@ def _twice(word: ir.Value, half: int) -> ir.Value:
     """One half of a word in both."""
     ptx = f"prmt.b32 $0, $1, $1, {0x3232 if half else 0x1010:#x};"
     return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], ptx, "=r,r")
+
+
+def row_layout(columns: int) -> Any:
+    """A layout of rows of numbers of which each thread has eight neighbours: whole rows side by side, so that
+    threads that load or store together touch each bank of shared memory once.
+
+    Arguments:
+    - `columns`: of a row, 64 or 128.
+    """
+    threads = columns // _NEIGHBOURS
+    rows = _LANES // threads
+    tiling = plgpu.Tiling(((_WARPS * rows, columns), (rows, columns), (_NEIGHBOURS,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def widened_rows(
+    values: Float8e4m3fn[Array, "rows columns"], dtype: jnp.dtype
+) -> Float[Array, "rows columns"]:
+    """Floats of 8 bits as wider ones, exactly, each in its place.
+
+    Arguments:
+    - `values`: in `row_layout`.
+    - `dtype`: bfloat16 or float16, of the result, whose layout is the same.
+    """
+    base, pair, kind = _FORMS[jnp.dtype(dtype)]
+    layout = row_layout(values.shape[1])
+
+    def run(_, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        words = ir.VectorType.get((_NEIGHBOURS // 4,), i32)
+        vector = ir.VectorType.get((_NEIGHBOURS,), kind.get())
+        registers = np.empty_like(values.registers)
+        for place, register in np.ndenumerate(values.registers):
+            few = utils.bitcast(register, words)
+            pairs = []
+            for number in range(_NEIGHBOURS // 4):
+                word = llvm.extractelement(few, utils.c(number, i32))
+                word = llvm.inline_asm(i32, [word], "prmt.b32 $0, $1, 0, 0x3120;", "=r,r")
+                for half in range(2):
+                    float_pair = _pair_of_floats(*_SHIFTS[jnp.dtype(dtype)], word, half, base, pair)
+                    pairs.append(utils.bitcast(float_pair, ir.VectorType.get((1,), i32)))
+            registers[place] = utils.bitcast(utils.vector_concat(pairs), vector)
+        return mgpu.FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(run)(values)
 
 
 def _pairs(

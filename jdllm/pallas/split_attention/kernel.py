@@ -1,9 +1,10 @@
 """The Hopper kernel of Split-S attention, in Pallas for Mosaic GPU.
 
-One warpgroup of a block loads keys and values by TMA into a ring of stages; the others multiply (wgmma) and
-keep an online softmax in registers. The heads of a group are folded into the rows of one tile, so that keys
-are read once. Blocks are persistent: a worker walks over an equal part of all keys (`work`) and leaves the
-unnormalised output, the maximum and the sum of each piece, which `merge` puts together.
+One warpgroup of a block loads keys and values by TMA into a ring of stages; others multiply (wgmma) and keep
+an online softmax in registers. Where the pool has 8 bits, one more widens what is loaded (`loading`). The
+heads of a group are folded into the rows of one tile, so that keys are read once. Blocks are persistent: a
+worker walks over an equal part of all keys (`work`) and leaves the unnormalised output, the maximum and the
+sum of each piece, which `merge` puts together.
 """
 
 import functools
@@ -22,11 +23,12 @@ from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Products
 from jdllm.pallas.ring import COMPILER_PARAMS, free_barriers, in_roles, release, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
-from jdllm.pallas.split_attention.launch import Inputs, Launch, Ring
-from jdllm.pallas.split_attention.loading import load
+from jdllm.pallas.split_attention.launch import Inputs, Launch, Ring, Stored
+from jdllm.pallas.split_attention.loading import load, widen
 from jdllm.pallas.split_attention.softmax import LiveRows, State, across, masked, no_state
-from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
+from jdllm.pallas.split_attention.tiles import TILE, Tiles
 from jdllm.pallas.split_attention.work import Partials, Piece, Scalar, Shape
+from jdllm.quantised import FLOAT8
 
 
 @lowered_once("shape", "tiles", "scale", "products", "fresh_unit", "chained")
@@ -43,7 +45,7 @@ def attention_partials(
     """Attend to the pieces of all workers.
 
     Arguments:
-    - `inputs`: bfloat16 or float16 operands.
+    - `inputs`: bfloat16 or float16 operands; of a pool in 8 bits bfloat16 and floats of 8 bits.
     - `shape`: with at most `tiles.rows` rows of queries that are loaded for a pair.
     - `tiles`: the cut.
     - `scale`: factor of the scores.
@@ -54,51 +56,79 @@ def attention_partials(
     launch = Launch(tiles, shape, scale, products, fresh_unit, chained)
     pieces = shape.pieces(tiles)
     per_row = jax.ShapeDtypeStruct((pieces, tiles.rows), jnp.float32)
+    leaves, given = jax.tree.flatten(inputs)
+    scratch, shared = jax.tree.flatten(_ring(launch, inputs.q.dtype))
     kernel = plgpu.kernel(
-        functools.partial(_kernel, launch=launch),
+        functools.partial(_kernel, launch=launch, given=given, shared=shared),
         out_type=[jax.ShapeDtypeStruct((*per_row.shape, shape.head_dim), jnp.float32), per_row, per_row],
-        scratch_types=_ring(launch, inputs.q.dtype),
+        scratch_types=scratch,
         grid=(tiles.workers,),
         grid_names=("worker",),
         cluster=(tiles.row_blocks,),
         cluster_names=("row_block",),
-        num_threads=tiles.consumers + 1,
+        num_threads=tiles.consumers + (2 if launch.in_8_bits else 1),
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
         kernel_name="split_attention",
     )
-    return Partials(*kernel(*(x for x in inputs if x is not None)))
+    return Partials(*kernel(*leaves))
 
 
-def _ring(launch: Launch, dtype: jnp.dtype) -> list[Any]:
+def _ring(launch: Launch, dtype: jnp.dtype) -> Ring:
+    """Shared memory and barriers.
+
+    Arguments:
+    - `dtype`: of what is multiplied.
+    """
     tiles, head_dim = launch.tiles, launch.shape.head_dim
-    keys = (tiles.stages, tiles.step_keys, head_dim)
-    return list(
-        Ring(
-            q=swizzled((tiles.block_rows, head_dim), dtype),
-            k=swizzled(keys, dtype),
-            v=swizzled(keys, dtype),
-            q_full=plgpu.Barrier(num_arrivals=launch.query_copies),
-            q_free=plgpu.Barrier(num_arrivals=tiles.consumers),
-            full=plgpu.Barrier(num_arrivals=2 * tiles.step_tiles, num_barriers=tiles.stages),
-            free=free_barriers(tiles.stages, tiles.row_groups, (tiles.row_blocks,), ("row_block",)),
-            turn=plgpu.Barrier(num_arrivals=2),
-        )
+    keys = tiles.stages, tiles.step_keys, head_dim
+    # Each block widens for itself.
+    sharing = 1 if launch.in_8_bits else tiles.row_blocks
+    return Ring(
+        q=swizzled((tiles.block_rows, head_dim), dtype),
+        k=swizzled(keys, dtype),
+        v=swizzled(keys, dtype),
+        q_full=plgpu.Barrier(num_arrivals=launch.query_copies),
+        q_free=plgpu.Barrier(num_arrivals=tiles.consumers),
+        full=plgpu.Barrier(num_arrivals=2 * tiles.step_tiles, num_barriers=tiles.stages),
+        free=free_barriers(tiles.stages, tiles.row_groups, (sharing,), ("row_block",)),
+        turn=plgpu.Barrier(num_arrivals=2),
+        stored=_stored(launch) if launch.in_8_bits else None,
     )
 
 
-def _kernel(*refs, launch: Launch) -> None:
-    given = len(refs) - len(Partials._fields) - len(Ring._fields)
-    inputs, refs = Inputs(*refs[:given]), refs[given:]
-    out, ring = Partials(*refs[: len(Partials._fields)]), Ring(*refs[len(Partials._fields) :])
+def _stored(launch: Launch) -> Stored:
+    """The same of what is stored in 8 bits."""
     tiles = launch.tiles
+    keys = (tiles.stored_stages, tiles.step_keys, launch.shape.head_dim)
+    scales = plgpu.SMEM((tiles.stored_stages * tiles.step_keys,), dtype=jnp.bfloat16)
+    return Stored(
+        k=swizzled(keys, FLOAT8),
+        v=swizzled(keys, FLOAT8),
+        k_scales=scales,
+        v_scales=scales,
+        full=plgpu.Barrier(num_arrivals=4 * tiles.step_tiles, num_barriers=tiles.stored_stages),
+        free=free_barriers(tiles.stored_stages, 1, (tiles.row_blocks,), ("row_block",)),
+    )
+
+
+def _kernel(*refs, launch: Launch, given: Any, shared: Any) -> None:
+    """The kernel of a block.
+
+    Arguments:
+    - `refs`: inputs, outputs, and shared memory with barriers.
+    - `given`, `shared`: the trees of the first and of the last ones.
+    """
+    results = given.num_leaves + len(Partials._fields)
+    inputs: Inputs = jax.tree.unflatten(given, refs[: given.num_leaves])
+    out, ring = Partials(*refs[given.num_leaves : results]), jax.tree.unflatten(shared, refs[results:])
     let_next_start(launch.chained)
     in_roles(
-        tiles.consumers,
-        # A single one has enough; asking would take all that the processor has.
-        (LOADER_REGISTERS, tiles.consumer_registers) if tiles.consumers > 1 else None,
-        lambda: load(inputs, ring, launch),
-        lambda: _consume(inputs, ring, out, launch),
+        launch.tiles.consumers,
+        launch.tiles.registers,
+        functools.partial(load, inputs, ring, launch),
+        functools.partial(_consume, inputs, ring, out, launch),
+        *([functools.partial(widen, inputs, ring, launch)] if launch.in_8_bits else []),
     )
 
 

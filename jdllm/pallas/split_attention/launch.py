@@ -1,13 +1,15 @@
 """What the roles of the Hopper kernel of Split-S attention share: operands, memory, and who does what."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.experimental import pallas as pl
+from jaxtyping import Array, BFloat16, Float, Int
 
 from jdllm.pallas.products import Products
 from jdllm.pallas.split_attention.softmax import LiveRows
@@ -21,7 +23,8 @@ class Inputs(NamedTuple):
 
     - `q`: rows are request x query, columns head x head dimension; of single queries rows are request x head.
     - `k`, `v`: the pools, rows are layer x page x head x row of the page.
-    - `fresh_k`, `fresh_v`: what the table has besides, if anything; columns are head x head dimension.
+    - `scales`: of the rows of `k` and `v`, where these have 8 bits.
+    - `fresh`: keys and values that the table has besides, if any; columns are head x head dimension.
     """
 
     q: Float[Array, "queries columns"]
@@ -31,14 +34,30 @@ class Inputs(NamedTuple):
     valid: Int[Array, " entries"]
     first: Int[Array, " requests+1"]
     layer: Int[Array, " 1"]
-    fresh_k: Float[Array, "fresh_rows columns"] | None = None
-    fresh_v: Float[Array, "fresh_rows columns"] | None = None
+    scales: tuple[BFloat16[Array, " pool_rows"], BFloat16[Array, " pool_rows"]] | None
+    fresh: tuple[Float[Array, "fresh_rows columns"], Float[Array, "fresh_rows columns"]] | None
+
+
+class Stored(NamedTuple):
+    """Keys and values in 8 bits in shared memory, and barriers that say when they are there and when their
+    place is free. The place of fresh rows, which have 16 bits, stays empty.
+
+    - `k_scales`, `v_scales`: of all stages, one after the other.
+    """
+
+    k: Any
+    v: Any
+    k_scales: Any
+    v_scales: Any
+    full: Any
+    free: Any
 
 
 class Ring(NamedTuple):
     """Operands in shared memory, and barriers that say when they are there and when their place is free.
 
     - `turn`: where two warpgroups take turns at the tensor cores, each waits for the other one here.
+    - `stored`: where keys and values are stored in 8 bits: what is loaded, to be widened for this ring.
     """
 
     q: Any
@@ -49,6 +68,7 @@ class Ring(NamedTuple):
     full: Any
     free: Any
     turn: Any
+    stored: Stored | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +97,35 @@ class Launch:
         """Whether two warpgroups take turns at the tensor cores."""
         return self.tiles.row_groups == 2
 
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether the pool stores keys and values so."""
+        return self.tiles.stored_stages > 0
+
     def stage(self, step: Scalar) -> Scalar:
         return lax.rem(step, jnp.int32(self.tiles.stages))
+
+    def stored_stage(self, step: Scalar) -> Scalar:
+        return lax.rem(step, jnp.int32(self.tiles.stored_stages))
+
+    def when_live(
+        self, piece: Piece, inputs: Inputs, fill: Callable[[Scalar, Scalar], None]
+    ) -> Callable[[Scalar, Scalar], Scalar]:
+        """A function of a step of the piece and of the number of live steps before, which returns this number
+        for the next step. It calls `fill` with both where any key of the step is live."""
+
+        def step(k: Scalar, count: Scalar) -> Scalar:
+            live = functools.reduce(jnp.add, self.live_rows(piece, k, inputs).counts) > 0
+            pl.when(live)(lambda: fill(k, count))
+            return count + live.astype(jnp.int32)
+
+        return step
+
+    def loaded_tiles(self, piece: Piece, step: Scalar) -> list[Scalar]:
+        """The tiles of a step. One beyond the piece is masked, but its values must be numbers: that is the
+        last one, once more."""
+        first = piece.begin + step * self.tiles.step_tiles
+        return [jnp.minimum(first + i, piece.end - 1) for i in range(self.tiles.step_tiles)]
 
     def for_each_piece(
         self, first: Any, visit: Callable[[Piece, Scalar, Scalar], Scalar]

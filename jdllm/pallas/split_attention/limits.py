@@ -19,10 +19,12 @@ ADA = 8.9
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Hopper kernel cannot attend `q`."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k_pool.dtype:
+    in_8_bits = isinstance(k_pool, Float8Rows)
+    known = q.dtype == jnp.bfloat16 or (q.dtype == jnp.float16 and not in_8_bits)
+    if not known or not (in_8_bits or q.dtype == k_pool.dtype):
         raise NotImplementedError(
             "the Hopper form of split attention takes queries and a pool that are both bfloat16 or both "
-            f"float16, not {q.dtype} and {k_pool.dtype}"
+            f"float16, or bfloat16 and a pool in 8 bits, not {q.dtype} and {k_pool.dtype}"
         )
     _, queries, heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS:

@@ -12,6 +12,9 @@ MAX_ROWS = 512
 
 LOADER_REGISTERS = 40
 
+WIDENER_REGISTERS = 88
+"""Of a thread of the warpgroup that widens numbers of 8 bits."""
+
 _MAX_CONSUMERS = 2  # queries, scores and outputs of a warpgroup stay in registers
 
 
@@ -27,6 +30,7 @@ class Tiles:
     - `key_groups`: warpgroups with the same rows that take turns at steps.
     - `step_tiles`: tiles of 64 keys of one step, 1 or 2.
     - `stages`: steps in flight.
+    - `stored_stages`: steps in flight as a pool in 8 bits stores them; 0 for other pools.
     - `min_tiles`: workers stay idle rather than take less.
     - `processors`: how many blocks run at once.
 
@@ -38,6 +42,7 @@ class Tiles:
     key_groups: int = 1
     step_tiles: int = 1
     stages: int = 6
+    stored_stages: int = 0
     min_tiles: int = 2
     processors: int = PROCESSORS
 
@@ -51,13 +56,17 @@ class Tiles:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups of a block that multiply; one more loads."""
+        """Warpgroups of a block that multiply; one more loads, and one may widen."""
         return self.row_groups * self.key_groups
 
     @property
-    def consumer_registers(self) -> int:
-        """What each thread of several consumers asks for."""
-        return consumer_registers(self.consumers, LOADER_REGISTERS)
+    def registers(self) -> tuple[int, ...] | None:
+        """What a thread asks for that loads, that multiplies, and that widens. `None` where a single
+        warpgroup multiplies, which has enough: asking would take all that the processor has."""
+        if self.consumers == 1:
+            return None
+        others = [WIDENER_REGISTERS] if self.stored_stages else []
+        return LOADER_REGISTERS, consumer_registers(self.consumers, LOADER_REGISTERS, *others), *others
 
     @property
     def workers(self) -> int:
@@ -77,19 +86,26 @@ class Tiles:
         return self.step_tiles * TILE
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Shared memory of the queries and of all stages, in 16-bit types."""
-        return 2 * head_dim * (self.block_rows + 2 * self.stages * self.step_keys)
+        """Shared memory of the queries and of all stages, in 16-bit types, and of stages in 8 bits."""
+        wide = 2 * head_dim * (self.block_rows + 2 * self.stages * self.step_keys)
+        return wide + 2 * (head_dim + 2) * self.stored_stages * self.step_keys
 
 
-def default_tiles(rows: int, head_dim: int) -> Tiles:
+def default_tiles(rows: int, head_dim: int, in_8_bits: bool = False) -> Tiles:
     """The cut for `rows` folded rows.
+
+    Arguments:
+    - `in_8_bits`: how the pool stores keys and values.
 
     Up to 64 rows are a matter of streaming keys: small steps keep most bytes in flight. Beyond, products
     count too: two warpgroups alternate between the tensor cores and the softmax, and beyond 128 rows two
     or four blocks share what they load.
     """
     more = 128 // head_dim
-    if rows <= WARPGROUP_ROWS:
-        return Tiles(stages=6 * more)
+    row_groups = 1 if rows <= WARPGROUP_ROWS else 2
     row_blocks = 1 if rows <= 128 else 2 if rows <= 256 else 4
-    return Tiles(row_groups=2, row_blocks=row_blocks, step_tiles=2, stages=3 * more)
+    if in_8_bits:
+        return Tiles(row_groups, row_blocks, stages=3 * more, stored_stages=(7 - row_groups) * more)
+    if row_groups == 1:
+        return Tiles(stages=6 * more)
+    return Tiles(row_groups, row_blocks, step_tiles=2, stages=3 * more)
