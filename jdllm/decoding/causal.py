@@ -12,7 +12,7 @@ from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.unseen import padded, taken
-from jdllm.execution.few_rows.chain import chain_operands, chains
+from jdllm.execution.few_rows.chain import chain_operands, chains_storing
 from jdllm.execution.paged.decode import Window, chain_rows, forward_decode, forward_decode_chained
 from jdllm.execution.paged.parts import PackedParts, Seen, Storage, forward_parts, seeing
 from jdllm.execution.paged.place import Place
@@ -188,7 +188,7 @@ def decode(
 
 def decodes_in_chain(params: Params, config: ModelConfig, segments: int) -> bool:
     """Whether `decode` runs its layers as a chain of kernels for so many segments."""
-    return config.sliding_window is None and chains(params, config, chain_rows(segments))
+    return config.sliding_window is None and chains_storing(params, config, chain_rows(segments))
 
 
 def chosen(

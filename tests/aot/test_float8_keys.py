@@ -23,6 +23,7 @@ from jdllm.planning.ladder import Entry
 from jdllm.serving.causal.packing import pack_prompts, pack_sequences
 from jdllm.serving.denoise.cached_packing import pack_refresh
 from tests.aot import test_cached, test_causal
+from tests.aot.chains import chain_of, spills_of
 from tests.aot.packing import packed_reuse
 from tests.engines import entry_of
 
@@ -70,7 +71,7 @@ def test_a_decode():
     executable = compiled(decode, CAUSAL, arguments, donate=("pool",))
     assert in_place(executable, CAUSAL, test_causal.PAGES)
     assert temp_bytes(executable) < 64 * MIB
-    assert 'custom_call_target="triton_kernel_call"' in (executable.as_text() or "")
+    assert 'custom_call_target="triton_kernel_call"' not in (executable.as_text() or "")
 
 
 @pytest.mark.parametrize("cache", ["dual", "head_sparse"])
@@ -86,11 +87,30 @@ def test_a_refresh(cache: str):
     assert temp_bytes(executable) < planned * 17 / 16 + 64 * MIB
 
 
-def test_a_reuse():
-    asked, pages = test_cached.requests("dual", config=DENOISING)
+def reused(chained: bool) -> Any:
+    """A step that reuses stored keys and values."""
+    asked, pages = test_cached.requests("dual", 2 if chained else test_cached.REQUESTS, DENOISING)
     (batch, _), table, source = packed_reuse(asked, pages, DENOISING)
     arguments = batch, table, pool_of(pages.pages), test_cached.unseen(source), np.int32(1)
-    static = {"mask_id": DENOISING.mask_id, "logits_chunks": 1}
-    executable = compiled(reuse, DENOISING, arguments, **static)
+    static = {"mask_id": DENOISING.mask_id, "logits_chunks": 1, "chained": chained}
+    return compiled(reuse, DENOISING, arguments, **static)
+
+
+def test_a_reuse():
+    executable = reused(chained=False)
     assert temp_bytes(executable) < 64 * MIB
-    assert 'custom_call_target="triton_kernel_call"' in (executable.as_text() or "")
+    assert "/split_attention/" in (executable.as_text() or "")
+    assert 'custom_call_target="triton_kernel_call"' not in (executable.as_text() or "")
+
+
+def test_nothing_stands_between_the_kernels_of_a_chain(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    executable = reused(chained=True)
+    assert temp_bytes(executable) < 16 * MIB
+    chain = chain_of(executable.as_text() or "")
+    assert chain.of_layers == 8 * DENOISING.num_layers
+    assert not chain.between
+    assert not chain.constants
+    assert spills_of("".join(capfd.readouterr())) == {("0", "0")}

@@ -56,14 +56,15 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
     It cannot take layers in host memory, experts, heads that are rotated in part, queries that are scaled by
-    position, keys and values that are stored in 8 bits, nor parts of a model on cards that cannot exchange.
+    position, keys and values that are stored in 8 bits beside rows of any type but bfloat16, nor parts of a
+    model on cards that cannot exchange.
 
     Arguments:
     - `params`, `config`: of one card's part, where a step runs on several.
     """
     if (config.cards > 1 and ADDRESSES not in params) or config.rope.query_beta:
         return False
-    if config.kv_cache_dtype != "auto" or config.offloaded:
+    if config.offloaded:
         return False
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
@@ -72,6 +73,8 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
     exchanged, dtype = rows if config.cards > 1 else 0, stack["attn_norm"].dtype
+    if config.kv_cache_dtype != "auto" and dtype != jnp.bfloat16:
+        return False
     if limit(check_add_norm, dtype, config.hidden_size, exchanged) is not None:
         return False
     heads, normed = (config.num_heads, config.num_kv_heads), "q_norm" in stack
@@ -85,6 +88,14 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
 
     projected = streamed(*_QKV, head_dim=None if normed else config.head_dim)
     return projected and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))
+
+
+def chains_storing(params: Params, config: ModelConfig, rows: int) -> bool:
+    """The same of a step that stores rows.
+
+    Rows that are stored in 8 bits see themselves rounded: that would be a kernel of XLA's in each layer.
+    """
+    return config.kv_cache_dtype == "auto" and chains(params, config, rows)
 
 
 def chain_operands(params: Params, config: ModelConfig) -> ChainOperands:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
 from jdllm.chunks import UNCUT, ChunkConfig
-from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, run_chain
+from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, chains_storing, run_chain
 from jdllm.execution.paged.cut_refresh import CutRefresh
 from jdllm.execution.paged.place import Place, store_rows
 from jdllm.execution.paged.pool import KvArrays
@@ -297,7 +297,7 @@ def forward_storing(
     """
     rotation = rotation_at(config.rope, config.head_dim, rows.positions)
     h, sees = embed(params, tokens), Pages(rotation, pool, table, split_attention)
-    if chains(params, config, len(tokens)):
+    if chains_storing(params, config, len(tokens)):
         attend = functools.partial(sees.over, scale=config.attention_scale)
         made = chain_operands(params, config)
         # Nothing may stand between two layers, and the last one reads the pool that is written then.

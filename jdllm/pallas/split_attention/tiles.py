@@ -10,10 +10,10 @@ TILE = 64
 MAX_ROWS = 512
 """Folded rows of one pair of request and key-value head."""
 
-LOADER_REGISTERS = 40
-
-WIDENER_REGISTERS = 88
-"""Of a thread of the warpgroup that widens numbers of 8 bits."""
+_LOADER_REGISTERS = 40
+_REGISTERS_BESIDE = (104, 88)
+"""Of a thread that loads and of one that widens, where the pool has 8 bits. Steps are short then, so those
+that multiply leave enough for a loader that copies queries in many short runs."""
 
 _MAX_CONSUMERS = 2  # queries, scores and outputs of a warpgroup stay in registers
 
@@ -65,8 +65,8 @@ class Tiles:
         warpgroup multiplies, which has enough: asking would take all that the processor has."""
         if self.consumers == 1:
             return None
-        others = [WIDENER_REGISTERS] if self.stored_stages else []
-        return LOADER_REGISTERS, consumer_registers(self.consumers, LOADER_REGISTERS, *others), *others
+        loader, *others = _REGISTERS_BESIDE if self.stored_stages else (_LOADER_REGISTERS,)
+        return loader, consumer_registers(self.consumers, loader, *others), *others
 
     @property
     def workers(self) -> int:

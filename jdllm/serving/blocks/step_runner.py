@@ -9,7 +9,7 @@ from jdllm.decoding.blocks import store_and_step
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.unseen import Unseen
-from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.few_rows.chain import chains_storing
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
@@ -81,7 +81,7 @@ class StepRunner:
         self._entries = ladder.reuse
         self._parts, self._left = PartRunner(model, background), left
         self._sizes = {level: Sizes(self._entries) for level in LEVELS}
-        self._chained = model.on_each_card(chains)
+        self._chained = model.on_each_card(chains_storing)
         assert self._config.block_length is not None  # a block model has one
         short = short_tile_rows(self._config.block_length, ladder.tile_rows)
         self._tiles = _TileRows(ladder, self._chained, short)
