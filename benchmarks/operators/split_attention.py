@@ -1,10 +1,11 @@
 """Time of Split-S attention against the bandwidth of a device copy.
 
 Run as `python3 -m benchmarks split_attention [--sweep] [--shapes 32x32 32x8] [--keys 4096 16384]
-[--page-rows 64] [--requests 1] [--implementations chained mosaic_gpu]` on a card. One executable attends to
-each layer of a pool that is larger than the L2 cache, again and again. Each form is measured with contiguous
-keys and with as many in four scattered segments whose last pages are partial; "chained" is the kernel as part
-of a chain (`jdllm.pallas.chain`). `--sweep` tries the cuts of `candidates`. Each shape has its own file.
+[--page-rows 64] [--requests 1] [--fp8] [--implementations chained mosaic_gpu]` on a card. One executable
+attends to each layer of a pool that is larger than the L2 cache, again and again. Each form is measured with
+contiguous keys and with as many in four scattered segments whose last pages are partial; "chained" is the
+kernel as part of a chain (`jdllm.pallas.chain`). `--fp8` takes a pool in 8 bits, and `--sweep` tries the cuts
+of `candidates`. Each shape has its own file.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.split_attention import PageTable, split_attention
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
+from jdllm.stored_rows import Float8Rows
 
 POOL_BYTES = 256 * 2**20  # of keys and values: four times the L2 cache
 LEAST_SECONDS = 5e-3  # of one call
@@ -88,15 +90,15 @@ class Pooled(NamedTuple):
     """Random queries, a pool whose layers are larger than the L2 cache, and the table of its keys."""
 
     q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    k: jax.Array | Float8Rows
+    v: jax.Array | Float8Rows
     table: PageTable
 
     @property
     def moved(self) -> int:
         """Bytes of a layer's keys and values that requests see."""
         _, _, kv_heads, _, head_dim = self.k.shape
-        return moved_bytes(int(self.table.valid.sum()), kv_heads, head_dim)
+        return moved_bytes(int(self.table.valid.sum()), kv_heads, head_dim, isinstance(self.k, Float8Rows))
 
 
 def draw(
@@ -110,26 +112,29 @@ def draw(
     requests: int = 1,
     segments: Sequence[float] = (1.0,),
     dtype: DTypeLike = jnp.bfloat16,
+    in_8_bits: bool = False,
 ) -> Pooled:
     """Operands of `split_attention`, with `keys` keys for each request in so many segments."""
     table, pages = make_table(keys, page_rows, segments, requests)
-    layers = -(-POOL_BYTES // moved_bytes(requests * keys, kv_heads, head_dim))
+    layers = -(-POOL_BYTES // moved_bytes(requests * keys, kv_heads, head_dim, in_8_bits))
     shape = (layers, pages, kv_heads, page_rows, head_dim)
     shapes = [(requests, queries, heads, head_dim), shape, shape]
     q, k, v = (jax.random.normal(jax.random.key(i), s, dtype) for i, s in enumerate(shapes))
+    if in_8_bits:
+        k, v = map(jax.jit(Float8Rows.of), (k, v))
     return Pooled(q, k, v, table)
 
 
-def moved_bytes(keys: int, kv_heads: int, head_dim: int) -> int:
-    """Of keys and values."""
-    return 4 * keys * kv_heads * head_dim
+def moved_bytes(keys: int, kv_heads: int, head_dim: int, in_8_bits: bool = False) -> int:
+    """Of keys and values, and of their scales where they have 8 bits."""
+    return 2 * keys * kv_heads * (head_dim + 2 if in_8_bits else 2 * head_dim)
 
 
 def compiled_form(
     form: Form, operands: Pooled, *, chained: bool = False
 ) -> tuple[Callable[[], list[AttentionOutput]], int]:
     """Calls of a form with layer after layer, compiled, and how many of them are one call's."""
-    layers = len(operands.k)
+    layers = operands.k.shape[0]
     repeats = math.ceil(LEAST_SECONDS / (layers * (operands.moved / BYTES_PER_SECOND + 1e-5)))
     executable = compiled(repeated(form, layers, repeats), *operands, chained=chained)
     return functools.partial(executable, *operands), layers * repeats
@@ -158,7 +163,7 @@ def measure(
     """Rows of the table: contiguous and scattered keys, each form, and the kernel under each of `tilings`.
 
     Arguments:
-    - `sizes`: queries, rows of a page and requests, as of `draw`.
+    - `sizes`: queries, rows of a page, requests and the form of the pool, as of `draw`.
     """
     scale = head_dim**-0.5
     forms: list[tuple[dict[str, Any], Form]] = [
@@ -177,7 +182,7 @@ def measure(
     ]
     for segments in ((1.0,), SEGMENTS):
         operands = draw(heads, kv_heads, keys, head_dim=head_dim, segments=segments, **sizes)
-        moved, last = operands.moved, len(operands.k) - 1
+        moved, last = operands.moved, operands.k.shape[0] - 1
         exact = functools.partial(split_attention, layer=last, scale=scale, implementation="reference")
         reference = compiled(exact, *operands)(*operands)
         for columns, form in forms:
@@ -199,11 +204,15 @@ def measure(
             }
 
 
-def candidates(rows: int) -> list[Tiles]:
+def candidates(rows: int, in_8_bits: bool = False) -> list[Tiles]:
     """Cuts worth trying for `rows` folded rows, the default first."""
-    default = default_tiles(rows, HEAD_DIM)
+    default = default_tiles(rows, HEAD_DIM, in_8_bits)
     change = functools.partial(dataclasses.replace, default)
-    if rows <= 64:
+    if in_8_bits:
+        cuts = [{"stages": 2, "stored_stages": default.stored_stages + 2}, {"min_tiles": 1}, {"min_tiles": 4}]
+        if rows <= 64:
+            cuts += [{"stages": 4, "stored_stages": 4}, {"key_groups": 2, "stages": 4, "stored_stages": 4}]
+    elif rows <= 64:
         cuts = [{"stages": 5}, {"stages": 4}, {"key_groups": 2}, {"step_tiles": 2, "stages": 3}]
         cuts += [{"min_tiles": 4}, {"min_tiles": 8}]
     else:
@@ -220,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page-rows", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--implementations", nargs="*", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--fp8", action="store_true", help="a pool in 8 bits")
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args(arguments)
     name = "split_attention_sweep" if args.sweep else "split_attention"
@@ -236,8 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 page_rows=args.page_rows,
                 requests=args.requests,
                 implementations=() if args.sweep else args.implementations,
-                tilings=candidates(folded) if args.sweep else (),
+                in_8_bits=args.fp8,
+                tilings=candidates(folded, args.fp8) if args.sweep else (),
             ):
                 print_row(row)
                 rows.append(row)
-        record(f"{name}_{shape}", rows, args.out)
+        record(f"{name}_{shape}_fp8" if args.fp8 else f"{name}_{shape}", rows, args.out)

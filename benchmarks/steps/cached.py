@@ -1,15 +1,16 @@
 """Time of one denoising step of a block of fresh rows against cached keys and values, with random weights.
 
 Run as `python3 -m benchmarks cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--form chain layers
-xla] [--quantization none int8]` on a card: the layers as the chain of kernels that they are by default, where
-they can be one, as kernels of which each waits for the one before, and so with XLA's attention. Several steps
-run inside one executable, each on the tokens of the one before. `step_ms` is a step's share of one that
-follows another, `waited_ms` of one whose tokens the host waits for, `sustained_ms` of many that run for
-seconds, with the mean clock and power of the card meanwhile. The floor is the bytes of the weights that a
-step reads (`weights_read`) and of the cache over the measured copy rate.
+xla] [--quantization none int8] [--kv-cache-dtype fp8]` on a card: the layers as the chain of kernels that
+they are by default, where they can be one, as kernels of which each waits for the one before, and so with
+XLA's attention. Several steps run inside one executable, each on the tokens of the one before. `step_ms` is a
+step's share of one that follows another, `waited_ms` of one whose tokens the host waits for, `sustained_ms`
+of many that run for seconds, with the mean clock and power of the card meanwhile. The floor is the bytes of
+the weights that a step reads (`weights_read`) and of the cache over the measured copy rate.
 """
 
 import argparse
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
 from jdllm.planning.step_time import weights_read
+from jdllm.stored_rows import Float8Rows, KvCacheDtype
 
 STEPS = 16
 
@@ -59,7 +61,7 @@ _ATTENTION: dict[Form, Callable[..., AttentionOutput] | None] = {
     "xla": functools.partial(split_attention, implementation="xla"),
 }
 
-Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
+Pool = Float[Array, "layers pages kv_heads page_rows head_dim"] | Float8Rows
 
 
 def denoise(
@@ -96,12 +98,14 @@ def random_cache(
 ) -> tuple[Pool, Pool, PageTable]:
     """Keys and values of one request of `rows` cached rows, whose pages lie anywhere in the pool.
 
-    The table has the `fresh` rows that ask, too.
+    The model says whether they are stored in 8 bits. The table has the `fresh` rows that ask, too.
     """
     pages = -(-rows // page_rows)
     shape = pool_shape(pool_config(config), pages, page_rows)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=pool_sharding(config))
     k_pool, v_pool = (draw(jax.random.key(i), shape, jnp.dtype(dtype)) for i in range(2))
+    if config.kv_cache_dtype == "fp8":
+        k_pool, v_pool = map(jax.jit(Float8Rows.of), (k_pool, v_pool))
     table = dense_table(np.array([rows], np.int32), pages, page_rows)
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
     table = with_fresh_rows(table._replace(pages=order), np.array([0]), np.array([fresh]), page_rows)
@@ -151,7 +155,7 @@ def measure(
     compile_seconds = time.perf_counter() - start
     seconds = median_seconds(run) / STEPS
     for_long = sustained(run)
-    pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
+    pool_bytes = sum(part.nbytes for part in jax.tree.leaves(run.inputs[1:3]))
     moved = weights_read(config, "bfloat16", args.fresh) + pool_bytes
     return {
         "shape": args.shape,
@@ -160,6 +164,7 @@ def measure(
         "page_rows": args.page_rows,
         "form": form,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "step_ms": 1e3 * seconds,
         "waited_ms": 1e3 * waited_seconds(run) / STEPS,
         "sustained_ms": 1e3 * for_long.seconds / STEPS,
@@ -179,8 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page-rows", type=int, default=64)
     parser.add_argument("--form", choices=get_args(Form), nargs="+")
     parser.add_argument("--quantization", choices=("none", *QUANTIZATIONS), nargs="+", default=["none"])
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KvCacheDtype), default="auto")
     args = parser.parse_args(arguments)
-    config = SHAPES[args.shape]
+    config = dataclasses.replace(SHAPES[args.shape], kv_cache_dtype=args.kv_cache_dtype)
     chain = chains(abstract_params(config, "bfloat16"), config, args.fresh)
     forms: list[Form] = args.form or ["chain" if chain else "layers"]
     if "chain" in forms and not chain:
@@ -193,8 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table += [measure(params, config, args, form, ceilings) for form in forms]
         del params
     quantised = "" if args.quantization == ["none"] else "_" + "-".join(args.quantization)
+    keys = "" if args.kv_cache_dtype == "auto" else f"_{args.kv_cache_dtype}-keys"
     record(
-        f"cached_step_{args.shape}{quantised}",
+        f"cached_step_{args.shape}{quantised}{keys}",
         table,
         args.out,
         steps=STEPS,

@@ -1,7 +1,9 @@
 """The cached step computes what the transformer computes over all rows."""
 
 import argparse
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,14 +70,15 @@ def test_two_steps_against_the_cache_are_those_over_all_rows():
 
 
 @pytest.mark.slow
-def test_a_measured_step_has_the_state_of_the_card_at_work(monkeypatch: pytest.MonkeyPatch):
-    config = small("dream-7b")
+@pytest.mark.parametrize("keys", ["auto", "fp8"])
+def test_a_measured_step_has_the_state_of_the_card_at_work(keys: Any, monkeypatch: pytest.MonkeyPatch):
+    config = dataclasses.replace(small("dream-7b"), kv_cache_dtype=keys)
     monkeypatch.setitem(SHAPES, "small", config)
     monkeypatch.setattr(cached_step, "sustained", lambda run: Sustained(0.032, {"watts": float(run().size)}))
     args = argparse.Namespace(shape="small", fresh=FRESH, cached=CACHED, page_rows=PAGE_ROWS)
     params = init_params(config, jax.random.key(0), "bfloat16")
     row = cached_step.measure(params, config, args, "xla", Ceilings(flops=1e12, bytes=1e11))
-    assert row["watts"] == FRESH
+    assert (row["watts"], row["kv_cache_dtype"]) == (FRESH, keys)
     assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["step_ms"])
 
 

@@ -14,7 +14,7 @@ from benchmarks.steps.cached import random_cache
 from jdllm.decoding.causal import decode, decodes_in_chain
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.few_rows import chain, streamed
-from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.few_rows.chain import chains, chains_storing
 from jdllm.execution.paged.forward import forward_reuse, forward_storing
 from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
@@ -48,6 +48,7 @@ SIZES = {
 SMALL = dataclasses.replace(SHAPES["llada-8b"], **SIZES)
 GROUPED = dataclasses.replace(SHAPES["dream-7b"], **SIZES | {"num_kv_heads": 2})
 NORMED = dataclasses.replace(BLOCK_SHAPES["sdar-8b"], **SIZES)
+IN_8_BITS = dataclasses.replace(SMALL, kv_cache_dtype="fp8")
 FRESH, CACHED = 32, 100
 
 
@@ -79,6 +80,15 @@ def test_what_a_chain_can_take():
     half = dataclasses.replace(SMALL.rope, fraction=0.5)
     scaled = dataclasses.replace(SMALL.rope, query_beta=0.1, original_positions=64)
     assert not any(holds(dataclasses.replace(SMALL, rope=rope)) for rope in (half, scaled))
+    assert holds(IN_8_BITS)
+    assert not holds(IN_8_BITS, dtype="float16")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_chain_stores_no_rows_in_8_bits():
+    params = abstract_params(SMALL, "bfloat16")
+    assert chains_storing(params, SMALL, FRESH)
+    assert not chains_storing(params, IN_8_BITS, FRESH)
 
 
 def test_none_elsewhere():
@@ -97,7 +107,11 @@ def weights(config: ModelConfig) -> Params:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("config", [SMALL, GROUPED, NORMED], ids=["every-head", "groups-and-biases", "norms"])
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, GROUPED, NORMED, IN_8_BITS],
+    ids=["every-head", "groups-and-biases", "norms", "keys-in-8-bits"],
+)
 def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pytest.CaptureFixture[str]):
     params = weights(config)
     k_pool, v_pool, table = random_cache(config, CACHED, FRESH, 64, "bfloat16")

@@ -41,8 +41,15 @@ def card():
 
 @pytest.fixture(
     scope="module",
-    params=[(WIDE, 4000, 32), (WIDE, 70, 64), (NARROW, 300, 32), (GROUPED, 4000, 32), (NORMED, 4000, 32)],
-    ids=["long", "short", "narrow", "groups", "norms"],
+    params=[
+        (WIDE, 4000, 32),
+        (WIDE, 70, 64),
+        (NARROW, 300, 32),
+        (GROUPED, 4000, 32),
+        (NORMED, 4000, 32),
+        (dataclasses.replace(WIDE, kv_cache_dtype="fp8"), 4000, 32),
+    ],
+    ids=["long", "short", "narrow", "groups", "norms", "keys-in-8-bits"],
 )
 def operands(request: pytest.FixtureRequest) -> tuple[ModelConfig, tuple[Any, ...]]:
     config, cached, fresh = request.param

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,7 +13,8 @@ from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, split_attention
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import Tiles
-from tests.pallas.split_cases import BF16_RELATIVE, Case, case, relative, with_fresh
+from jdllm.stored_rows import Float8Rows
+from tests.pallas.split_cases import BF16_RELATIVE, Case, case, relative, rounded, with_fresh
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +36,9 @@ def check(
     fresh: tuple[jax.Array, jax.Array] | None = None,
     fresh_unit: int = FRESH_UNIT,
 ) -> None:
+    """Arguments:
+    - `c`: with the keys and values that a pool in 8 bits stands for.
+    """
     expected = exact(*c[:4], fresh=fresh, fresh_unit=fresh_unit, layer=c.layer, scale=c.scale)
     some = np.asarray(expected.l) > 0
     assert relative(np.asarray(actual.o)[some], np.asarray(expected.o)[some]) < BF16_RELATIVE
@@ -156,3 +161,75 @@ def test_pages_in_any_order_give_the_same_bits():
     moved = c._replace(k=k, v=v, table=in_order)
     for a, b in zip(attend(c, "mosaic_gpu"), attend(moved, "mosaic_gpu"), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries"), [(8, 8, 32), (12, 4, 32), (28, 4, 32), (28, 4, 40)]
+)
+def test_a_pool_in_8_bits_beside_fresh_rows(heads: int, kv_heads: int, queries: int, head_dim: int):
+    counts = lengths([1, 3000, 0, 65, 64, 700, 0, 5000, 12])
+    counts[1][7:12] = [3, 0, 64, 9, 1]
+    bare = case(counts, queries=queries, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    stands_for, pools = rounded(bare)
+    options: Any = {"layer": bare.layer, "scale": bare.scale, "implementation": "mosaic_gpu"}
+    check(stands_for, split_attention(bare.q, *pools, bare.table, **options))
+    c, fresh, _ = with_fresh(bare, [32, 7, 0, 100, 1, 0, 5, 32, 64])
+    check(
+        stands_for._replace(table=c.table),
+        split_attention(c.q, *pools, c.table, fresh=fresh, **options),
+        fresh,
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8), (28, 4)])
+def test_a_query_of_each_request_over_a_pool_in_8_bits(heads: int, kv_heads: int):
+    counts = lengths([1, 3000, 0, 65, 64, 700, 0, 5000, 12, 1024] * 2)
+    bare = case(counts, queries=1, heads=heads, kv_heads=kv_heads, head_dim=128)
+    stands_for, pools = rounded(bare)
+    c, fresh, _ = with_fresh(bare, [1] * len(counts), 1)
+    options: Any = {"layer": c.layer, "scale": c.scale, "implementation": "mosaic_gpu"}
+    actual = split_attention(c.q, *pools, c.table, fresh=fresh, fresh_unit=1, **options)
+    check(stands_for._replace(table=c.table), actual, fresh, 1)
+
+
+def test_numbers_of_8_bits_come_out_exactly():
+    """All 254 of them, at each of the places that a thread loads at once, beside scales of every size."""
+    numbers = np.delete(np.arange(256), [127, 255]).astype(np.uint8)
+    sizes = np.exp2(np.arange(-90.0, 90.0, 12.0))
+    counts = [[1]] * len(sizes)
+    c = case(counts, head_dim=128)
+    v = np.zeros(c.v.shape, np.uint8)
+    for place in range(len(sizes)):
+        v[:, c.table.pages[place]] = np.roll(np.resize(numbers, 128 * len(sizes)), place)[128 * place :][:128]
+    scales = np.ones(c.v.shape[:-1])
+    scales[:, np.asarray(c.table.pages[: len(sizes)])] = sizes[:, None, None]
+    pool = Float8Rows(jnp.asarray(v.view(ml_dtypes.float8_e4m3fn)), jnp.asarray(scales, jnp.bfloat16))
+    keys = Float8Rows(jnp.zeros_like(pool.values), pool.scales)
+    o = split_attention(c.q, keys, pool, c.table, layer=c.layer, scale=c.scale, implementation="mosaic_gpu").o
+    pages = np.asarray(c.table.pages[: len(sizes)])
+    expected = v.view(ml_dtypes.float8_e4m3fn)[c.layer, pages, 0, 0].astype(np.float64) * sizes[:, None]
+    np.testing.assert_array_equal(
+        np.asarray(o, np.float64), np.broadcast_to(expected[:, None, None], o.shape)
+    )
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(key_groups=2, stages=4, stored_stages=4),
+        Tiles(stages=2, stored_stages=8),
+        Tiles(row_groups=2, stages=3, stored_stages=5),
+        Tiles(row_blocks=2, stages=3, stored_stages=6),
+        Tiles(row_groups=2, row_blocks=2, stages=2, stored_stages=3, min_tiles=1),
+    ],
+)
+def test_cuts_of_pools_in_8_bits(tiles: Tiles):
+    c = case(lengths([3000, 0, 130, 900]), queries=32, heads=4, kv_heads=2, head_dim=128)
+    stands_for, pools = rounded(c)
+    run = functools.partial(split_attention_mosaic_gpu, layer=c.layer, scale=c.scale, tiles=tiles)
+    first = run(c.q, *pools, c.table)
+    check(stands_for, first)
+    for _ in range(20):
+        for a, b in zip(first, run(c.q, *pools, c.table), strict=True):
+            np.testing.assert_array_equal(a, b)
