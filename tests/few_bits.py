@@ -6,6 +6,9 @@ import numpy as np
 
 from jdllm.quantised import FLOAT8, GROUP, KINDS, SHIFTED_GROUP, Quantised, WeightForm, paired
 
+OF_EXPERTS: list[WeightForm] = [form for form in KINDS if form != "uint4"]
+"""Forms that kernels for experts take."""
+
 
 def drawn_matrices(form: WeightForm, shape: tuple[int, ...], seed: int) -> tuple[Quantised, np.ndarray]:
     """Matrices, and what they stand for, exactly.

@@ -12,6 +12,7 @@ from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.grouped_matmul.few_bits_mosaic_gpu import grouped_matmul_few_bits_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import BLOCK_ROWS, CLUSTERS, CONSUMERS, Tiles
 from jdllm.quantised import KINDS, Quantised, WeightForm
+from tests.few_bits import OF_EXPERTS
 from tests.gpu.test_grouped_matmul import (
     FIRST,
     ROUNDING,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.gpu
 mosaic_gpu = jax.jit(functools.partial(grouped_matmul, first_group=FIRST, implementation="mosaic_gpu"))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=OF_EXPERTS)
 def form(request: pytest.FixtureRequest) -> WeightForm:
     return request.param
 

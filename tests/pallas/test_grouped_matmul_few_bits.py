@@ -12,7 +12,7 @@ from jdllm.pallas.grouped_matmul.few_bits_mosaic_gpu import grouped_matmul_few_b
 from jdllm.pallas.grouped_matmul.limits import check_few_bits_mosaic_gpu, operator_for
 from jdllm.pallas.quantised_matmul.tiles import Tiles, default_tiles
 from jdllm.quantised import KINDS, Quantised, WeightForm
-from tests.few_bits import drawn_matrices
+from tests.few_bits import OF_EXPERTS, drawn_matrices
 from tests.helpers import slow
 
 K, N, ALL_GROUPS, FIRST = 256, 128, 7, 2
@@ -142,7 +142,7 @@ class TestLimits:
 
     def test_the_form_on_hopper(self):
         hopper = Target(on_cuda=True, capability=9.0)
-        for kind in KINDS.keys() - {"uint4"}:
+        for kind in OF_EXPERTS:
             weights, _ = stack(kind, 0)
             in_f32 = "padded" if kind == "fp8" else "triton"
             for dtype, expected in ((jnp.bfloat16, "mosaic_gpu"), (jnp.float32, in_f32)):
