@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdllm.byte_sizes import parse_bytes
@@ -58,15 +58,7 @@ class StepQuestion:
 
     def account(self, **changed: Any) -> Account:
         """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""
-        return self._make(make_account if self.verifier else account_with_offloading, changed)
-
-    def roomiest(self, engine: Account | None) -> Account | None:
-        """An engine like this one with all layers in host memory, if some of its layers are."""
-        if engine is None or not engine.offloaded:
-            return engine
-        return self._make(make_account, {"offloaded": most_offloaded(self.workload.config)})
-
-    def _make(self, make: Callable[..., Account], changed: Mapping[str, Any]) -> Account:
+        make = make_account if self.verifier or "offloaded" in changed else account_with_offloading
         return make(
             self.workload.config,
             self.workload.dtype,
@@ -77,10 +69,17 @@ class StepQuestion:
         )
 
     def tried(self, **changed: Any) -> Account | None:
-        """The same; `None` where there is none."""
+        """The same, or that of an engine with so many layers `offloaded`; `None` where there is none."""
         with contextlib.suppress(ConfigError):
             return self.account(**changed)
         return None
+
+    @property
+    def moves_layers(self) -> bool:
+        """Whether a longer context may move layers to host memory: nobody asked for sizes that say otherwise,
+        and there is host memory."""
+        asked = any(self.sizes.get(name) for name in ("max_context", "kv_pool"))
+        return bool(self.budget.host) and not (self.verifier or asked)
 
     def engine(self) -> Account | None:
         """The account of the engine that was asked for; `None` where the budget has room for no step.
@@ -192,21 +191,13 @@ def _cached(asked: StepQuestion) -> Report:
     """A refresh of a request with a cache. It fits where an engine takes the request, which
     may need `max_context`."""
     workload, engine = asked.workload, asked.engine()
-    roomiest = asked.roomiest(engine)
-    sharing = None if roomiest is None else roomiest.sharing
-    longest = Longest(0, 0.0)
-    if sharing is not None:
-        most = longest_request(lambda rows: _options(workload, sharing, rows) is not None)
-        longest = asked.taking(_beside(asked, most, roomiest)) if most else longest
+    sharing = None if engine is None else engine.sharing
+    longest = Longest(0, 0.0) if engine is None else _longest_cached(asked, engine)
     on_device = longest if engine is None or not engine.offloaded else Longest(0, 0.0)
     context = asked.context if asked.context is not None else max(1, longest.context)
-    options = None
-    if engine is not None and engine.sharing is not None:
-        options = _options(workload, engine.sharing, context)
-    if options is None and sharing is not None and _options(workload, sharing, context) is not None:
-        options = {"max_context": context}
-    if options is not None:
-        engine = asked.tried(**_sizes(options)) if options else engine
+    options = None if engine is None else _taking(asked, engine, context)
+    if engine is not None and options is not None:
+        engine = _asked(asked, engine, options)
         found = _beside(asked, context, engine)
         return Report(asked, found, None, "fits", longest, on_device, engine, options)
     if sharing is not None:
@@ -215,6 +206,44 @@ def _cached(asked: StepQuestion) -> Report:
         found = asked.plan(context)
         needed = found.room.held + least_room(workload, found.bucket, found.room)
     return _refused(asked, context, needed, "the KV pool", longest, on_device, engine, [])
+
+
+def _longest_cached(asked: StepQuestion, engine: Account) -> Longest:
+    """The longest request that an engine takes, which may need options."""
+    workload, sharing = asked.workload, engine.sharing
+    assert sharing is not None  # an engine in a budget has one
+    roomiest = asked.tried(offloaded=most_offloaded(workload.config)) if asked.moves_layers else None
+
+    def taken(context: int) -> bool:
+        if _options(workload, sharing, context) is not None:
+            return True
+        if roomiest is None or roomiest.sharing is None:
+            return False
+        moves = engine.offloaded > 0 or context > sharing.longest(1)
+        return moves and _options(workload, roomiest.sharing, context) is not None
+
+    most = longest_request(taken)
+    options = _taking(asked, engine, most) if most else None
+    if options is None:
+        return Longest(0, 0.0)
+    return asked.taking(_beside(asked, most, _asked(asked, engine, options)))
+
+
+def _asked(asked: StepQuestion, engine: Account, options: Options | None) -> Account:
+    """The engine with these options."""
+    return asked.account(**_sizes(options)) if options else engine
+
+
+def _taking(asked: StepQuestion, engine: Account, context: int) -> Options | None:
+    """What has to be asked for so that an engine takes a request of `context` tokens; `None` where only more
+    memory helps. A context that is asked for may move layers to host memory."""
+    workload = asked.workload
+    options = None if engine.sharing is None else _options(workload, engine.sharing, context)
+    if options is None and asked.moves_layers:
+        other = asked.tried(max_context=context)
+        if other is not None and other.offloaded and other.sharing is not None:
+            options = {"max_context": context} if room_of(workload, context).is_in(other.sharing) else None
+    return options
 
 
 def _beside(asked: StepQuestion, context: int, engine: Account | None) -> MemoryPlan:
