@@ -20,7 +20,10 @@ LAYERS, ROWS, HIDDEN = 4, 512, 4096
 
 
 MULTIPLIED = {"int8": 0, "int4": 16, "uint4": 16}
-"""Fused multiplications of the weights that a warp has in a step, two at a time."""
+"""Fused multiplications of the weights that a warp has in a step, two at a time.
+
+PTX is read, since jaxlib prints machine code only where CUDA's disassembler is installed.
+"""
 
 
 @pytest.mark.parametrize("form", MULTIPLIED)
@@ -31,7 +34,7 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     cut: tuple[int, int, int],
     form: WeightForm,
 ):
-    for what in ("PTXAS", "SASS"):
+    for what in ("PTXAS", "PTX"):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
     tiles = Tiles(*cut, bits=KINDS[form].bits, shifted=form == "uint4")
 
@@ -46,5 +49,5 @@ def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
     assert temp_bytes(executable) < 4 * ROWS * HIDDEN * 2  # rows, but no matrix
     printed = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed
-    assert printed.count(" HFMA2.BF16_V2 ") == MULTIPLIED[form]
-    assert printed.count(" LDSM.") == (form == "uint4")
+    assert printed.count("fma.rn.bf16x2") == MULTIPLIED[form]
+    assert printed.count("ldmatrix.sync") == (form == "uint4")
