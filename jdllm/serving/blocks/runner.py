@@ -92,8 +92,10 @@ class BlockRunner:
         """What the next step of a request takes."""
         [asked] = of_class(BlockRequest, [request])
         if asked.denoises:
-            needs = reuse_demand(asked, PAGE_ROWS, self._tile_rows)
-            return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
+            rows, head_rows, entries = reuse_demand(asked, PAGE_ROWS, self._tile_rows)
+            if self._at_once is not None:  # others of its part may store
+                entries = max(entries, self._at_once.table_entries(asked))
+            return Demand(Kind.REUSE, rows, head_rows, entries, asked.steps_left, told_by_table(asked))
         if self._at_once is not None and (together := self._at_once.demand(asked)) is not None:
             return together
         return self.store_demand(asked)

@@ -12,7 +12,6 @@ from jdllm.decoding.unseen import Unseen
 from jdllm.execution.few_rows.chain import chains_storing
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes, short_tile_rows
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
@@ -54,6 +53,10 @@ class _TileRows:
     def of(self, entry: Entry) -> int:
         return self.usual if entry.rows <= self._longest_chain else self._short
 
+    def table_entries(self, request: BlockRequest) -> int:
+        """Entries of the page table that a request needs at most, whatever tiles an evaluation has."""
+        return max(needs_of(request, tile_rows)[1] for tile_rows in {self.usual, self._short})
+
     def rows_for(self, requests: Sequence[BlockRequest]) -> int:
         """How many rows an evaluation of these requests needs."""
         usual = _rows_in_tiles(requests, self.usual)
@@ -83,6 +86,7 @@ class StepRunner:
         self._sizes = {level: Sizes(self._entries) for level in LEVELS}
         self._chained = model.on_each_card(chains_storing)
         assert self._config.block_length is not None  # a block model has one
+        self._table_size = self._pool.entries(ladder.tiles)  # holds what the scheduler gives to a part
         short = short_tile_rows(self._config.block_length, ladder.tile_rows)
         self._tiles = _TileRows(ladder, self._chained, short)
 
@@ -91,11 +95,14 @@ class StepRunner:
         too many are."""
         if request.foretold or request.denoises:
             return None
-        tiles, entries = needs_of(request, self._tiles.usual)
-        rows = tiles * self._tiles.usual
-        if rows > min(_MOST_ROWS, self._entries[-1].rows):
+        rows, entries = _rows_in_tiles([request], self._tiles.usual), self.table_entries(request)
+        if rows > min(_MOST_ROWS, self._entries[-1].rows) or entries > self._table_size:
             return None
         return Demand(Kind.REUSE, rows, len(request.candidates()), entries, stores=True)
+
+    def table_entries(self, request: BlockRequest) -> int:
+        """Entries of the page table that a request needs at most in a part in which some store."""
+        return self._tiles.table_entries(request)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack the block that each request fills, behind those that it has finished and that are not stored.
@@ -149,10 +156,9 @@ class StepRunner:
         pool: PageBook,
         entry: Entry,
     ) -> PackedSteps:
-        tile_rows = self._tiles.of(entry)
-        entries = sum(needs_of(request, tile_rows)[1] for request in asked)
-        size = power_bucket(max(entries, 1), self._pool.entries(entry.rows // tile_rows))
-        return pack_steps(asked, candidates, self._config, pool, entry, size, tile_rows)
+        return pack_steps(
+            asked, candidates, self._config, pool, entry, self._table_size, self._tiles.of(entry)
+        )
 
     def _program(self, batch: PackedSteps, entry: Entry, level: Level) -> Program:
         unseen = Unseen(self._left.nothing, self._left.nothing, batch.source)
