@@ -1,8 +1,6 @@
 """A causal sequence that runs layer by layer, with keys and values in host memory as far as it must be."""
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ from jaxtyping import Array, Int
 from jdllm.decoding.batch import HeadRows, SegmentParams, Trace
 from jdllm.decoding.causal import chosen, committing
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
+from jdllm.decoding.layer_keys import LayerKeys
 from jdllm.decoding.penalty import Penalty
 from jdllm.execution.offload.layered import (
     Generated,
@@ -22,10 +21,9 @@ from jdllm.execution.offload.layered import (
     prefill_layer,
 )
 from jdllm.execution.transformer import embed
-from jdllm.host_memory import Device, to_device, to_host
+from jdllm.host_memory import to_device
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import KeysValues
 from jdllm.models.leaf import device_of, dtypes_of
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.masked_logits import Level
@@ -61,18 +59,15 @@ class LayeredSequence:
         self._tokens[: len(prompt)] = prompt
         self._length = np.int32(len(prompt))
         self._h: Hidden | None = None
-        self._stored: list[KeysValues] = []
-        self._leaving: deque[KeysValues] = deque()
+        self._keys = LayerKeys(config.num_layers, layering.kept, layering.kept_behind)
         self._generated: Generated | None = None
         self._count = 0
-        self._fetched: tuple[int, KeysValues] | None = None
         self._done: Array | None = None
-        self._away: Iterator[int] = iter(())
 
     @property
     def read(self) -> int:
         """How many layers have read the prompt."""
-        return len(self._stored)
+        return len(self._keys)
 
     def prefill(self, layers: int) -> Array:
         """Read the prompt with so many more layers, but not the last one.
@@ -84,12 +79,12 @@ class LayeredSequence:
             h = self._h = self._call(embed, {"embed": self._params["embed"]}, self._tokens)
         done = h[0, :1]
         for number in range(self.read, min(self.read + layers, self._config.num_layers - 1)):
-            self._wait_for_leaving()
+            self._keys.wait_for_leaving()
             stack, place = self._layer(number)
             self._h, stored, done = self._call(
                 prefill_layer, stack, place, self._h, self._length, donate=("h",), **self._static
             )
-            self._keep(number, stored)
+            self._keys.store(stored)
         return done
 
     def first_token(
@@ -102,11 +97,11 @@ class LayeredSequence:
         - `plain`: 1 if it has no filter and is not listed, else 0.
         - `penalty`: of the ids that the prompt holds; `None` without one.
         """
-        self._wait_for_leaving()
+        self._keys.wait_for_leaving()
         number = self._config.num_layers - 1
         stack, place = self._layer(number)
         row, stored = self._call(last_layer, stack, place, self._h, self._length, **self._static)
-        self._keep(number, stored)
+        self._keys.store(stored)
         self._h, self._tokens = None, self._tokens[:0]
         return self._choose(row, self._length, segments, plain, penalty)
 
@@ -116,7 +111,9 @@ class LayeredSequence:
         """Evaluate the last token, and choose the token behind it; `segments`, `plain` and `penalty` have the
         same meaning as for the first token."""
         if self._generated is None:
-            self._begin()
+            dtype = dtypes_of(self._params).pool
+            nothing = _nothing_generated(self._config, self._layering, dtype)
+            self._generated = to_device(nothing, device_of(self._params))
         h = self._call(embed, {"embed": self._params["embed"]}, np.array([token], np.int32))
         for number in range(self._config.num_layers):
             stack, place = self._layer(number)
@@ -126,7 +123,7 @@ class LayeredSequence:
                 place,
                 np.int32(number),
                 h,
-                self._prompt_of(number),
+                self._keys.of(number, self._done),
                 self._generated,
                 self._length,
                 np.int32(self._count),
@@ -162,58 +159,9 @@ class LayeredSequence:
     def _static(self) -> dict[str, Any]:
         return {"config": self._config, "chunk": self._layering.chunk}
 
-    @property
-    def _device(self) -> Device:
-        return device_of(self._params)
-
     def _layer(self, number: int) -> tuple[Any, np.int32]:
         name, place = self._layers[number]
         return self._params[name], np.int32(place)
-
-    def _keep(self, number: int, stored: KeysValues) -> None:
-        """Leave keys and values where they belong; what leaves is still on the device until it has."""
-        if number < self._config.num_layers - self._layering.kept:
-            stored = to_host(stored, self._device)
-            self._leaving.append(stored)
-        self._stored.append(stored)
-
-    def _wait_for_leaving(self) -> None:
-        """Before another layer is enqueued, which takes its memory then: one may be leaving, beside it."""
-        while len(self._leaving) > 1:
-            jax.block_until_ready(self._leaving.popleft())
-
-    def _begin(self) -> None:
-        """What fits behind the prompt comes back."""
-        jax.block_until_ready(list(self._leaving))
-        self._leaving.clear()
-        layers, layering = self._config.num_layers, self._layering
-        for number in range(layers - layering.kept_behind, layers - layering.kept):
-            self._stored[number] = jax.block_until_ready(to_device(self._stored[number], self._device))
-        dtype = dtypes_of(self._params).pool
-        self._generated = to_device(_nothing_generated(self._config, layering, dtype), self._device)
-        self._away = itertools.cycle(range(layers - layering.kept_behind))
-
-    def _prompt_of(self, number: int) -> KeysValues:
-        """The prompt's keys and values of a layer on the device; the keys and values of the next layer in
-        host memory are on their way then.
-
-        XLA starts a copy after all computation that was enqueued before it, and a copy takes its memory when
-        it is enqueued: the layer before was computed, and this one is not enqueued yet.
-        """
-        if number >= self._config.num_layers - self._layering.kept_behind:
-            return self._stored[number]
-        if self._fetched is None:
-            self._fetched = self._fetch()
-        ready, here = self._fetched
-        assert ready == number
-        self._fetched = None
-        jax.block_until_ready(self._done)
-        self._fetched = self._fetch()
-        return here
-
-    def _fetch(self) -> tuple[int, KeysValues]:
-        number = next(self._away)
-        return number, to_device(self._stored[number], self._device)
 
     def _choose(
         self,

@@ -39,20 +39,27 @@ class Layered(NamedTuple):
     - `config`, `dtype`: the model and the type of its weights.
     - `budget`: of device and host.
     - `weights`: bytes of the device, the weights of other models included.
+    - `steps`: bytes that steps of others may need, which run between two layers.
     """
 
     config: ModelConfig
     dtype: str
     budget: Budget
     weights: int
+    steps: int = 0
 
     @classmethod
     def of_account(cls, config: ModelConfig, dtype: str, account: Account) -> "Layered | None":
-        """That of an engine; `None` where it has no budget, and on several cards."""
+        """That of an engine; `None` where it has no budget, and on several cards.
+
+        Steps of others run between the layers of a sequence that denoises. Beside a causal one nothing runs.
+        """
         if account.budget is None or config.cards > 1:
             return None
-        budget = dataclasses.replace(account.budget, host=account.budget.host - account.streamed)
-        return cls(config, dtype, budget, account.weights + account.verifier)
+        budget, weights = account.budget, account.weights + account.verifier
+        beside_pool = budget.beside(weights + account.pool_bytes).device
+        budget = dataclasses.replace(budget, host=budget.host - account.streamed)
+        return cls(config, dtype, budget, weights, 0 if config.in_order else beside_pool)
 
     @property
     def itemsize(self) -> int:
@@ -77,12 +84,19 @@ class Layered(NamedTuple):
         layer's weights, and the rows of a chunk on their way."""
         config = self.config
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        widths = 4 * config.hidden_size + heads + 2 * config.intermediate_size
-        return layer_bytes(config, self.dtype, 0) + chunk * widths * self.itemsize + _BLOCKS
+        in_f32 = 2 * (4 * config.head_dim + 2 * config.num_heads)  # rotations, and sums of attention
+        widths = 4 * config.hidden_size + heads + in_f32 + 2 * config.intermediate_size
+        needed = layer_bytes(config, self.dtype, 0) + chunk * widths * self.itemsize + _BLOCKS
+        return max(needed, self.steps)
 
     def generating(self, rows: int) -> int:
-        """The same for a layer of a generated row behind a prompt in so many rows."""
-        return self.keys_bytes(min(rows, SEEN_AT_ONCE)) + _BLOCKS
+        """The same for a layer of a generated row behind a prompt in so many rows, or of a block within them.
+
+        One row multiplies with weights where they are; for a block they are copied.
+        """
+        if self.config.in_order:
+            return self.keys_bytes(min(rows, SEEN_AT_ONCE)) + _BLOCKS
+        return self.temporaries(CHUNKS[-1])
 
 
 class LayeredPlan(NamedTuple):

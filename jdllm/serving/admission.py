@@ -61,7 +61,7 @@ class Admission:
         self._arrivals = 0
         self.free_pages = limits.pages
         self._taken: dict[_Group | tuple[_Group, int], _Taken] = {}
-        self.without_pages = self._takers = 0
+        self.without_pages = self._takers = self._alone = 0
 
     def __contains__(self, request: int) -> bool:
         return request in self._waiting
@@ -80,7 +80,7 @@ class Admission:
                 " shorten its prompt or its generation, or make the pool larger"
             )
         longest = limits.longest_refresh if life.pages else limits.longest
-        if life.rows > longest:
+        if life.rows > longest and not life.alone:
             raise RequestError(
                 f"a request has a step of {life.rows} rows, and at most {longest} fit:"
                 " shorten its prompt or its generation, or give more memory"
@@ -117,7 +117,7 @@ class Admission:
                 passed.append(waiting)
             elif not self._has_room(life, self._taken.get(group, _NOTHING)):
                 full.add(group)
-            elif self._takes_pool(life) and (_PAGES in full or _PAGES in self._taken):
+            elif self._takes_pool(life) and (_PAGES in full or not self._pool_is_free(life)):
                 full |= {group, _PAGES}
             else:
                 self._count(life, waiting.call, 1)
@@ -137,6 +137,7 @@ class Admission:
         self.free_pages -= change * life.pages
         self.without_pages += change * (not life.pages)
         self._takers += change * self._takes_pool(life)
+        self._alone += change * life.alone
         group = _group(life, call)
         for key in (group, (group, call)):
             taken = self._taken.pop(key, _NOTHING).plus(life, change)
@@ -179,8 +180,13 @@ class Admission:
             return self._rounds[_PAGES]
         return self._rounds[_HELD] if life.holds else None
 
+    def _pool_is_free(self, life: Life) -> bool:
+        """Whether the room of the pool is left for a request that takes it, with others whose steps take it in
+        turn, or alone."""
+        return _PAGES not in self._taken and not (self._takers if life.alone else self._alone)
+
     def _takes_pool(self, life: Life) -> bool:
-        return life.pages == 0 and life.rows > self.limits.beside_pool
+        return life.alone or (life.pages == 0 and life.rows > self.limits.beside_pool)
 
 
 def _group(life: Life, call: int) -> _Group:

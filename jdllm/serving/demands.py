@@ -88,11 +88,13 @@ class Life(NamedTuple):
     - `rows`: packed rows of its largest step.
     - `pages`: pages of the KV pool, 0 without a cache.
     - `holds`: without pages, whether memory elsewhere is held for it from step to step.
+    - `alone`: whether this memory is the pool's room, which nobody else has meanwhile.
     """
 
     rows: int
     pages: int
     holds: bool = False
+    alone: bool = False
 
 
 class Demand(NamedTuple):

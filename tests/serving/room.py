@@ -21,7 +21,7 @@ class Room:
         self._limits = limits
 
     def takes_pool(self, life: Life) -> bool:
-        return life.pages == 0 and life.rows > self._limits.beside_pool
+        return life.alone or (life.pages == 0 and life.rows > self._limits.beside_pool)
 
     def group(self, script: Script) -> str | int:
         """Requests that need the same room."""
@@ -51,6 +51,8 @@ class Room:
             )
             and not (takes_pool(life) and any(other.pages for other in lives))
             and not (life.pages and any(map(takes_pool, lives)))
+            and not (life.alone and any(map(takes_pool, lives)))
+            and not (takes_pool(life) and any(other.alone for other in lives))
         )
 
     def has_its_share(self, script: Script, running: Sequence[Script]) -> bool:

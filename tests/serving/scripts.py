@@ -77,6 +77,13 @@ def generated(prompt: int, chunk: int, tokens: int) -> Script:
     return Script(Life(min(prompt, chunk), pages), (*parts, *[Demand(Kind.DECODE, 1, 1, pages)] * tokens))
 
 
+def layered(rows: int, window: int, parts: int, reuses: list[int]) -> Script:
+    """A block is a refresh in some parts, and some reuses, in the room of the pool."""
+    refresh, reuse = (Demand(Kind.LAYERED, n, min(window, rows), 0) for n in (rows, min(window, rows)))
+    steps = tuple(step for n in reuses for step in (*(refresh,) * parts, *(reuse,) * n))
+    return Script(Life(rows, 0, holds=True, alone=True), steps)
+
+
 @st.composite
 def some_limits(draw: st.DrawFn) -> Limits:
     ends = ((8, 48), (1, 12), (1, 40), (1, 16), (1, 30), (2, 24), (0, 24), (0, 24), (0, 24))
@@ -105,6 +112,13 @@ SCRIPTS = st.one_of(
     ),
     st.builds(
         prepared,
+        ROWS,
+        st.integers(1, 12),
+        st.integers(1, 3),
+        st.lists(st.integers(0, 4), min_size=1, max_size=2),
+    ),
+    st.builds(
+        layered,
         ROWS,
         st.integers(1, 12),
         st.integers(1, 3),

@@ -148,6 +148,7 @@ class Arrivals(RuleBasedStateMachine):
         request = -arrival
         self.arrived[request], self.scripts[request] = arrival, script
         longest = self.limits.longest_refresh if script.life.pages else self.limits.longest
+        longest = max(longest, script.life.rows) if script.life.alone else longest
         try:
             self.scheduler.add(request, script.life, script.call, script.priority)
         except RequestError:

@@ -59,9 +59,9 @@ class Before(NamedTuple):
 
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeysValues]:
         config = layer.config
-        positions, rotation = _chunk(config, self.start, h.shape[0])
+        positions, rotation = at_positions(config, self.start, h.shape[0])
         k, v, q = layer.project(h, rotation, ("k", "v", "q"))
-        stored = _placed(self.stored, (k, v), self.start)
+        stored = placed(self.stored, (k, v), self.start)
         bounds = causal_range(config, positions)
         return attention(q, *stored, *bounds, scale=config.attention_scale)[0], stored
 
@@ -133,7 +133,7 @@ def prefill_layer(
         return lax.dynamic_update_slice_in_dim(h, rows, start, 0), stored
 
     chunks = (jnp.asarray(length) + chunk - 1) // chunk
-    h, stored = lax.fori_loop(0, chunks, body, (h, _no_keys(config, h)))
+    h, stored = lax.fori_loop(0, chunks, body, (h, no_keys(config, h)))
     return h, stored, h[0, :1]
 
 
@@ -154,11 +154,11 @@ def last_layer(
 
     def body(index: Array, stored: KeysValues) -> KeysValues:
         start = index * chunk
-        rows, (_, rotation) = lax.dynamic_slice_in_dim(h, start, chunk), _chunk(config, start, chunk)
+        rows, (_, rotation) = lax.dynamic_slice_in_dim(h, start, chunk), at_positions(config, start, chunk)
         k, v = layer.project(rows, rotation, ("k", "v"))
-        return _placed(stored, (k, v), start)
+        return placed(stored, (k, v), start)
 
-    stored = lax.fori_loop(0, (length + chunk - 1) // chunk, body, _no_keys(config, h))
+    stored = lax.fori_loop(0, (length + chunk - 1) // chunk, body, no_keys(config, h))
     row = lax.dynamic_slice_in_dim(h, length - 1, 1)
     return layer.apply(row, Prompt(stored, (length - 1)[None]))[0], stored
 
@@ -240,17 +240,17 @@ def _over_few(
     return AttentionOutput(o.reshape(q.shape), m.reshape(q.shape[:2]), total.reshape(q.shape[:2]))
 
 
-def _chunk(config: ModelConfig, start: Scalar, chunk: int) -> tuple[Array, Rotation]:
+def at_positions(config: ModelConfig, start: Scalar, rows: int) -> tuple[Array, Rotation]:
     """The positions of the rows from `start` on, and their rotation."""
-    positions = start + jnp.arange(chunk)
+    positions = start + jnp.arange(rows)
     return positions, rotation_at(config.rope, config.head_dim, positions)
 
 
-def _no_keys(config: ModelConfig, h: Hidden) -> KeysValues:
+def no_keys(config: ModelConfig, h: Hidden) -> KeysValues:
     shape = (h.shape[0], config.num_kv_heads, config.head_dim)
     return jnp.zeros(shape, h.dtype), jnp.zeros(shape, h.dtype)
 
 
-def _placed(stored: KeysValues, part: KeysValues, start: Scalar) -> KeysValues:
+def placed(stored: KeysValues, part: KeysValues, start: Scalar) -> KeysValues:
     k, v = (lax.dynamic_update_slice_in_dim(x, new, start, 0) for x, new in zip(stored, part, strict=True))
     return k, v

@@ -8,6 +8,7 @@ import numpy as np
 from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.cache_policies import Phase, kept, policy_of
+from jdllm.decoding.caches.policy import CachePolicy
 from jdllm.execution.paged.selection import Selection
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
@@ -69,9 +70,7 @@ def pack_refresh(
         policy = policy_of(request.sampling)
         if policy is None or request.phase is not Phase.REFRESH:
             continue
-        storable = np.zeros(len(request.tokens), bool)
-        storable[policy.candidates(request.view())] = True
-        storable = storable[evaluated[index]]
+        storable = storable_of(request, policy)
         candidates = np.flatnonzero(storable)
         keep = kept(request.sampling, len(candidates))
         stored[index] = Stored(evaluated[index][~storable], keep)
@@ -96,6 +95,13 @@ def pack_refresh(
     # As many as these rows can fill: entries that nobody owns are written nowhere, but still gathered.
     table = _table(pool, reads, segments, rows // pool.page_rows + segments)
     return RefreshBatch(packed, selection, table, stored)
+
+
+def storable_of(request: Request, policy: CachePolicy) -> np.ndarray:
+    """Which of the positions that a refresh evaluates may be stored; bool."""
+    storable = np.zeros(len(request.tokens), bool)
+    storable[policy.candidates(request.view())] = True
+    return storable[request.evaluated]
 
 
 def reuse_demand(request: Request, page_rows: int, tile_rows: int) -> tuple[int, int, int]:
@@ -129,10 +135,33 @@ def pack_reuse(
     tiles_of = [-(-len(r.forwarded) // tile_rows) for r in requests]
     starts = np.cumsum([0, *tiles_of]) * tile_rows
     tiles = entry.rows // tile_rows
+    packed, source = pack_forwarded(requests, config, entry, starts[:-1])
+    owner = np.repeat(np.arange(len(requests)), tiles_of)
+    forwarded = np.array([len(r.forwarded) for r in requests])
+    first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
+    reads = [(r.id, r.stored) for r in (requests[i] for i in owner.tolist())]
+    # Padded at the end: most of a large pool's entries are padding.
+    table = _table(pool, reads, tiles, sum(_pages(rows, pool.page_rows) for _, rows in reads))
+    table = with_fresh_rows(table, first_row, seen, pool.page_rows)
+    pages, valid = (padded(np.asarray(x), entries) for x in (table.pages, table.valid))
+    table = PageTable(pages, valid, table.first)
+    return ReuseBatch(packed, table, source)
+
+
+def pack_forwarded(
+    requests: Sequence[Request], config: ModelConfig, entry: Entry, starts: Sequence[int] | np.ndarray
+) -> tuple[Packed, np.ndarray]:
+    """Lay out the rows that each request forwards, whose key ranges mean nothing.
+
+    Arguments:
+    - `starts`: the first packed row of each request.
+
+    Returns the batch, and int32 `[rows]`, where rows take tokens that the host has not seen, as in `Unseen`.
+    """
     tokens, positions, unused = (np.zeros(entry.rows, np.int32) for _ in range(3))
     source = np.full(entry.rows, -1, np.int32)
     parts, candidates = [], [request.candidates() for request in requests]
-    for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
+    for index, (request, start) in enumerate(zip(requests, starts, strict=True)):
         stop = start + len(request.forwarded)
         tokens[start:stop] = request.tokens[request.forwarded]
         positions[start:stop] = request.positions(request.forwarded)
@@ -146,16 +175,7 @@ def pack_reuse(
     segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
     editing = packed_editing(requests, [rows for rows, _ in parts], config, entry)
     batch = Batch(tokens, Rows(positions, unused, unused), head, segments, states, editing)
-    owner = np.repeat(np.arange(len(requests)), tiles_of)
-    forwarded = np.array([len(r.forwarded) for r in requests])
-    first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
-    reads = [(r.id, r.stored) for r in (requests[i] for i in owner.tolist())]
-    # Padded at the end: most of a large pool's entries are padding.
-    table = _table(pool, reads, tiles, sum(_pages(rows, pool.page_rows) for _, rows in reads))
-    table = with_fresh_rows(table, first_row, seen, pool.page_rows)
-    pages, valid = (padded(np.asarray(x), entries) for x in (table.pages, table.valid))
-    table = PageTable(pages, valid, table.first)
-    return ReuseBatch(Packed(batch, candidates), table, source)
+    return Packed(batch, candidates), source
 
 
 def _pages(live: Live, page_rows: int) -> int:

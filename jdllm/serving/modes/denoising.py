@@ -23,6 +23,7 @@ from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.denoise.full_runner import FullRunner
+from jdllm.serving.denoise.layered_runner import LayeredCacheRunner
 from jdllm.serving.denoise.layers_runner import LayersRunner
 from jdllm.serving.launch import Compiled, Launcher
 from jdllm.serving.long.preparation import Preparation
@@ -71,14 +72,16 @@ class Denoising:
         )
         cached = CachedRunner(model, ladder, background)
         layers = LayersRunner(model, ladder.refresh, extras.company_rows)
+        layered = LayeredCacheRunner(model)
         launchers: dict[Kind, Launcher] = {
             Kind.FULL: full.launch,
             Kind.REFRESH: cached.refresh,
             Kind.REUSE: cached.reuse,
             Kind.STAGE: preparation.launch,
             Kind.LAYERS: layers.launch,
+            Kind.LAYERED: layered.launch,
         }
-        holders: list[Holder] = [preparation, layers]
+        holders: list[Holder] = [preparation, layers, layered]
         compiled: list[Compiled] = [full, cached]
         if extras.verifier is not None:
             keys = VerifierKeys(extras.verifier, account.rows)
@@ -90,10 +93,11 @@ class Denoising:
         def check(spec: RequestSpec) -> None:
             check_verifiable(spec, extras.verifier)
             full.check(spec)
+            layered.check(spec)
 
         return EngineParts(
             launchers=launchers,
-            costs=DenoisingCosts(preparation, account.rows, tile_rows, layers),
+            costs=DenoisingCosts(preparation, account.rows, tile_rows, layers, layered),
             check=check,
             compiled=compiled,
             holders=holders,
@@ -118,16 +122,25 @@ class DenoisingCosts:
     - `preparation`: prepares requests over long contexts.
     - `rows`: packed rows of a step of the ladder. Beyond, a request takes the rows that are compiled for it.
     - `tile_rows`: of the ladder.
-    - `layers`: runs refreshes that are cut.
+    - `layers`: runs refreshes that are cut; `layered`: runs requests whose keys do not fit the pool.
     """
 
-    def __init__(self, preparation: Preparation, rows: int, tile_rows: int, layers: LayersRunner):
+    def __init__(
+        self,
+        preparation: Preparation,
+        rows: int,
+        tile_rows: int,
+        layers: LayersRunner,
+        layered: LayeredCacheRunner,
+    ):
         self._preparation = preparation
         self._rows = rows
         self._tile_rows = tile_rows
-        self._layers = layers
+        self._layers, self._layered = layers, layered
 
     def life(self, spec: RequestSpec) -> Life:
+        if self._layered.takes(spec):
+            return self._layered.life(spec)
         pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
         rows = spec.rows if spec.rows <= self._rows else row_bucket(spec.rows)
         return Life(rows, pages, holds=spec.adaptive)
@@ -135,6 +148,8 @@ class DenoisingCosts:
     def demand(self, request: Request) -> Demand:
         if (stage := self._preparation.next(request)) is not None:
             return Demand(Kind.STAGE, stage.rows, 0, 0)
+        if self._layered.takes(request.spec):
+            return self._layered.demand(request)
         if request.cached and request.phase is Phase.REUSE:
             needs, ahead = reuse_demand(request, PAGE_ROWS, self._tile_rows), told_by_table(request)
             return Demand(Kind.REUSE, *needs, request.reuse_steps, ahead)

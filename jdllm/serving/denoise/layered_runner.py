@@ -1,0 +1,160 @@
+"""Runs requests with a dual cache whose keys do not fit the KV pool: one at a time, layer by layer."""
+
+import functools
+
+import jax
+import numpy as np
+
+from jdllm.byte_sizes import format_bytes
+from jdllm.compiling.executables import temp_bytes
+from jdllm.decoding.cache_policies import Phase, policy_of
+from jdllm.decoding.encoded_trace import EncodedTrace
+from jdllm.decoding.layered_cache import LayeredCache
+from jdllm.errors import NoRoomError
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.leaf import dtypes_of
+from jdllm.planning.buckets import head_bucket
+from jdllm.planning.budget import MemoryBudgetError
+from jdllm.planning.ladder import Entry
+from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
+from jdllm.serving.demands import Demand, Kind, Life
+from jdllm.serving.denoise.cached_packing import pack_forwarded, storable_of
+from jdllm.serving.denoise.cached_runner import step_level, step_static
+from jdllm.serving.launch import Launch, Stored
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import pack
+from jdllm.serving.request import Request
+from jdllm.serving.spec import RequestSpec
+
+_ROWS = 1 << 19
+"""Rows times layers of one part: about a second of an 8B model on an H200, more of long sequences."""
+
+
+class LayeredCacheRunner:
+    """Runs requests whose keys take more than the KV pool, in the room of the pool and in host memory.
+
+    Arguments:
+    - `model`: the model on its device. Its KV pool is freed before anything of a request runs.
+    """
+
+    def __init__(self, model: OnDevice):
+        self._params, self._config, self._executables, self._account, self._pool = model
+        self._model = Layered.of_account(
+            model.config, dtypes_of(model.params).activations.name, self._account
+        )
+        self._running: dict[int, LayeredCache] = {}
+
+    def takes(self, spec: RequestSpec) -> bool:
+        """Whether a request needs more than the pool, and could run layer by layer."""
+        if self._model is None or type(spec) is not RequestSpec or spec.sampling.cache != "dual":
+            return False
+        return spec.sampling.suffix_window is None and len(spec.tokens) > self._fits
+
+    def life(self, spec: RequestSpec) -> Life:
+        """What a request needs at most."""
+        return Life(len(spec.tokens), 0, holds=True, alone=True)
+
+    def demand(self, request: Request) -> Demand:
+        """What the next step of a request takes."""
+        rows = len(request.forwarded if request.phase is Phase.REUSE else request.tokens)
+        return Demand(Kind.LAYERED, rows, len(request.candidates()), 0)
+
+    def check(self, spec: RequestSpec) -> None:
+        """Raise `NoRoomError` for a request that has no room on the device and in host memory."""
+        if self._model is None or not self.takes(spec) or self._plan(spec) is not None:
+            return
+        budget = self._model.budget
+        raise NoRoomError(
+            f"a request of {len(spec.tokens)} tokens with cache 'dual' needs"
+            f" {missing(self._model, len(spec.tokens), 0)}; memory is {format_bytes(budget.device)} and"
+            f" host_memory {format_bytes(budget.host)}: the longest that fits has"
+            f" {max(self._fits, longest_layered(self._model, 0))} tokens"
+        )
+
+    def launch(self, requests: list[Request], max_steps: int) -> Launch:
+        """Pack some layers of a refresh, or one step, of one request; `max_steps` does not matter."""
+        (request,) = requests
+        if request.id not in self._running:
+            self._running[request.id] = self._begin(request)
+        cache = self._running[request.id]
+        return self._reuse(request, cache) if request.phase is Phase.REUSE else self._refresh(request, cache)
+
+    @property
+    def held(self) -> int:
+        """For how many requests something is held."""
+        return len(self._running)
+
+    def forget(self, request: int) -> None:
+        """Free what a request holds: it has ended, or begins again."""
+        self._running.pop(request, None)
+
+    def clear(self) -> None:
+        """Nothing: what a request holds lies beside the pool, and no failed part of others damages it."""
+
+    @property
+    def _fits(self) -> int:
+        """Tokens of the longest sequence that the pool holds, and whose refreshes run beside the pool."""
+        return min(self._account.max_refresh, self._pool.pages * PAGE_ROWS)
+
+    def _refresh(self, request: Request, cache: LayeredCache) -> Launch:
+        """Some layers; with the last ones the step."""
+        plan, stores = self._planned(request.spec), request.phase is Phase.REFRESH
+        entry = Entry(plan.layering.rows, head_bucket(len(request.candidates())), 1, 1)
+        packed = pack([request], self._config, entry)
+        layers = max(1, _ROWS // len(request.tokens))
+        tokens = np.asarray(packed.batch.tokens)
+        some = functools.partial(self._some, cache, tokens, stores=stores)
+        if cache.read + layers < self._config.num_layers:
+            return Launch(lambda: some(layers), [np.zeros(0, np.int64)], [None], lambda _: 0)
+
+        def end() -> EncodedTrace:
+            some(self._config.num_layers)
+            wanted = range(max(0, request.block.start - 1), request.block.stop)
+            return cache.refreshed(packed.batch, wanted, stores=stores, **self._static(request, entry))
+
+        return Launch(end, packed.candidates, [_stored(request) if stores else None])
+
+    def _reuse(self, request: Request, cache: LayeredCache) -> Launch:
+        entry = Entry(len(request.forwarded), head_bucket(len(request.candidates())), 1, 1)
+        packed, _ = pack_forwarded([request], self._config, entry, [0])
+        start, static = int(request.forwarded[0]), self._static(request, entry)
+        return Launch(lambda: cache.reused(packed.batch, start, **static), packed.candidates, [None])
+
+    def _static(self, request: Request, entry: Entry):
+        return step_static(self._config, self._account, entry, step_level([request]))
+
+    def _some(self, cache: LayeredCache, tokens: np.ndarray, layers: int, *, stores: bool) -> jax.Array:
+        self._pool.free()
+        return cache.some_layers(tokens, layers, stores=stores)
+
+    def _begin(self, request: Request) -> LayeredCache:
+        plan = self._planned(request.spec)
+        length = len(request.tokens)
+        cache = LayeredCache(self._params, self._config, plan.layering, length, self._executables.call)
+        rows = request.block.stop - request.block.start
+        compiled = cache.compile(self._executables.compile, rows)
+        assert self._model is not None
+        needed = plan.prompt_bytes + max(0, max(map(temp_bytes, compiled)) - plan.temporaries)
+        if needed > (device := self._model.budget.device):
+            what = f"a request of {length} tokens, layer by layer,"
+            raise MemoryBudgetError(
+                what, needed, device, self._pool.pages * PAGE_ROWS, "request in the KV pool"
+            )
+        return cache
+
+    def _planned(self, spec: RequestSpec) -> LayeredPlan:
+        plan = self._plan(spec)
+        assert plan is not None  # it was checked
+        return plan
+
+    def _plan(self, spec: RequestSpec) -> LayeredPlan | None:
+        assert self._model is not None
+        return plan_layered(self._model, len(spec.tokens), 0)
+
+
+def _stored(request: Request) -> Stored:
+    """What a refresh stores: all rows but those that the request forwards."""
+    policy = policy_of(request.sampling)
+    assert policy is not None
+    storable = storable_of(request, policy)
+    return Stored(np.flatnonzero(~storable), int(storable.sum()))
