@@ -39,6 +39,7 @@ CASES = {
     "blocks": Case("benchmarks.blocks:main", "block models: whole generations of equal requests"),
     "causal": Case("benchmarks.causal:main", "causal models: time to a first token, and of a token"),
     "causal_long": Case("benchmarks.causal_long:main", "causal prompts beyond the KV pool"),
+    "cached_long": Case("benchmarks.cached_long:main", "requests with a dual cache beyond the KV pool"),
     "causal_agreement": Case("benchmarks.causal_agreement:main", "causal models: greedy tokens in 16 bits"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "simulate": Case("benchmarks.recorded_trace:main", "the scheduler under a recorded load, without a card"),

@@ -1,24 +1,20 @@
 """Prompts of causal models beyond the KV pool: time and memory of layers whose keys are in host memory."""
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from benchmarks.apart import record_apart
 from benchmarks.cases import case_parser
 from benchmarks.causal import prompts_of, seconds_of, told_seconds
-from benchmarks.record import print_row, record
 from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.planning.causal import CausalPlan, plan_causal
-from jdllm.planning.host import RUNTIME_LIMIT
 from jdllm.planning.plan import Workload
 from jdllm.planning.step_time import RATES, step_flops
 
@@ -102,18 +98,6 @@ def main(arguments: Sequence[str]) -> None:
         sizes = args.host_memory, args.max_num_batched_tokens, args.tokens, args.repeats
         print(json.dumps(case(args.shape, int(length), memory, *sizes)), flush=True)
         return
-    # Not allocated in advance, what random weights took to draw would stay in pieces too small for a pool.
-    environment = {RUNTIME_LIMIT: "96", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97", **os.environ}
-    options = [option for option in arguments if option not in args.prompts]
-    table, failed = [], []
-    for prompt in args.prompts:
-        command = [sys.executable, "-m", "benchmarks", "causal_long", prompt, *options, "--child"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-        if done.returncode:
-            failed.append(prompt)
-            continue
-        table.append(json.loads(done.stdout.splitlines()[-1]))
-        print_row(table[-1])
-    record(f"causal_long_{args.shape}", table, args.out, max_num_batched_tokens=args.max_num_batched_tokens)
-    if failed:
-        raise SystemExit(f"failed: {' '.join(failed)}")
+    rows = args.max_num_batched_tokens
+    name = f"causal_long_{args.shape}"
+    record_apart("causal_long", args.prompts, arguments, name, args.out, max_num_batched_tokens=rows)
