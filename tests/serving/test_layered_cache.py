@@ -1,7 +1,6 @@
 """Requests with a dual cache whose keys do not fit the KV pool: layer by layer, with keys in host memory."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,55 +10,17 @@ from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params, init_params, tree_bytes
-from jdllm.pallas.device import CPU
-from jdllm.planning.account import make_account
-from jdllm.planning.budget import Budget
-from jdllm.planning.layered import Layered, longest_layered, plan_layered
-from jdllm.serving.build import make_engine
+from jdllm.models.weights import init_params
+from jdllm.planning.layered import longest_layered, plan_layered
 from jdllm.serving.demands import Kind
-from jdllm.serving.engine import Engine
-from jdllm.serving.request import Request
-from tests.engines import engine_of, finish, generation_request
-
-HOST, ROWS, LENGTH, PAGES = 1 << 30, 1024, 560, 3
-DUAL = SamplingParams(gen_length=32, block_length=16, steps=8, cache="dual", early_stop=False)
-
-
-class Model(NamedTuple):
-    """Six layers with random weights."""
-
-    config: ModelConfig
-    params: Params
+from tests.engines import engine_of, finish
+from tests.layered import DUAL, LENGTH, PAGES, ROWS, Model, asked, engine_in, layered_of
 
 
 @pytest.fixture(scope="module", params=["config", "dream_config"])
 def model(request: pytest.FixtureRequest) -> Model:
     config = dataclasses.replace(request.getfixturevalue(request.param), num_layers=6)
     return Model(config, init_params(config, jax.random.key(0), "float32"))
-
-
-def layered_of(model: Model, kept: int, *, host: int = HOST) -> Layered:
-    """The room in which `kept` layers of `ROWS` rows stay on the device while they are refreshed."""
-    weights, steps = tree_bytes(model.params), 64 << 20
-    unlimited = Layered(model.config, "float32", Budget(0, 0, host), weights, steps)
-    device = unlimited.reading(ROWS, 512, 0) + kept * unlimited.keys_bytes(ROWS)
-    return unlimited._replace(budget=Budget(device, 0, host))
-
-
-def engine_in(model: Model, room: Layered, executables: Executables) -> Engine:
-    """An engine whose pool has few pages, all of the room but what steps of others need."""
-    account = make_account(
-        model.config, "float32", None, device=CPU, max_num_batched_tokens=256, weights_bytes=room.weights
-    )
-    pool = room.budget.device - room.weights - room.steps
-    account = dataclasses.replace(account, budget=room.budget, pages=PAGES, page_bytes=-(-pool // PAGES))
-    return make_engine(model.params, model.config, executables, account)
-
-
-def asked(config: ModelConfig, length: int, sampling: SamplingParams = DUAL, seed: int = 0) -> Request:
-    return generation_request(seed, np.random.default_rng(seed).integers(1, 100, length), sampling, config)
 
 
 SAMPLINGS = [
