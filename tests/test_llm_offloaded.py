@@ -68,7 +68,7 @@ def test_as_many_layers_as_fit_stay_and_tokens_are_the_same(checkpoint: Path, wh
         assert tokens(llm) == tokens(whole)
         assert "B parameters" in repr(llm)
         with pytest.raises(RequestError, match="pages of the KV pool"):
-            tokens(llm, cache="dual")
+            tokens(llm, cache="prefix")
 
 
 @pytest.mark.slow
