@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks.cases import case_parser
 from benchmarks.quality.block_tables import tables as block_tables
 from benchmarks.quality.lost_tables import table as lost_table
+from benchmarks.quality.prefilling_tables import table as prefilling_table
 from benchmarks.quality.tables import markdown
 from benchmarks.quality.tables import tables as quality_tables
 from benchmarks.quality.text_tables import table as text_table
@@ -106,7 +107,10 @@ SECTIONS = (
         " of another question over the same context. `plain_s` is the time of the exact run on the whole"
         " context. `lost_in_the_middle` has questions about one of many facts. A method is named by the"
         " tokens of a chunk x the kept chunks. A cell is exact match / selection recall. The recall is the"
-        " share of questions whose fact was whole in the kept chunks.",
+        " share of questions whose fact was whole in the kept chunks. `prefilling_quality` changes one"
+        " setting at a time. There the recall is the share of questions whose fact was whole in the tokens"
+        " that the answer read, and `chunk_bos` tells whether each chunk begins with a token of its own. The"
+        " model was trained in the layout of the build `full_mask` alone.",
         ("prefilling_*", "lost_in_the_middle*"),
     ),
     Section(
@@ -284,6 +288,9 @@ def record_parts(name: str, record: Record) -> Iterator[str]:
         return
     if name.startswith("lost_in_the_middle"):
         yield lost_table(rows)
+        return
+    if name.startswith("prefilling_quality"):
+        yield prefilling_table(rows)
         return
     if name.startswith("real_text"):
         yield text_table(rows)
