@@ -11,10 +11,12 @@ choice of chunk counts:
 - Lazy chunking off: nothing is cut.
 
 Source: Mosaic names the three. It measured against frameworks that reserve memory by rules of their own, so
-its gains differ from these.
+its gains differ from these. Where the compiler for CUDA is installed, each step that has planned lifetimes is
+compiled for an H200, too: XLA is the manager, and says what it allots.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,16 +25,18 @@ import numpy as np
 from jaxtyping import Int64
 
 from benchmarks.shapes import SHAPES
+from jdllm.chunks import ChunkConfig
 from jdllm.models.weights import param_bytes
 from jdllm.planning.aot import device_of
+from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.graph import Count, Graph, GraphTemplate
-from jdllm.planning.plan import Budget, Workload, bucket_of, ladders, longest_fitting
+from jdllm.planning.plan import Budget, Workload, bucket_of, ladders, longest_fitting, plan_memory
 from jdllm.planning.planner import ActivationPlan
 from jdllm.planning.search import search
 from jdllm.planning.templates import step_template
 
 GIB = 2**30
-SHAPE, BUDGET = "llada-8b", 24
+SHAPE, BUDGET, TARGET = "llada-8b", 24, "h200"
 MASK_RATIOS = (0.1, 0.5, 0.9)
 AT = 32768
 """Tokens at which peaks are compared."""
@@ -112,10 +116,15 @@ def _part(op: str) -> str:
     return " ".join(op.split()[:2]) if op.startswith("layer ") else ""
 
 
+def head_rows_of(workload: Workload, context: int, means: Means) -> int:
+    """Rows that meet the output head."""
+    bucket = bucket_of(workload, context)
+    return bucket.head_rows if means.mask_only_logits else bucket.rows
+
+
 def plan(workload: Workload, context: int, budget: Budget, means: Means) -> ActivationPlan:
     """The plan of a step on the device alone, with some of the means."""
-    bucket = bucket_of(workload, context)
-    head_rows = bucket.head_rows if means.mask_only_logits else bucket.rows
+    bucket, head_rows = bucket_of(workload, context), head_rows_of(workload, context, means)
     counts: dict[str, Sequence[int]] = dict(ladders(workload, bucket.rows, head_rows))
     if not means.lazy_chunking:
         counts = {name: ladder[:1] for name, ladder in counts.items()}
@@ -131,19 +140,31 @@ def longest(workload: Workload, budget: Budget, means: Means) -> int:
     return longest_fitting(lambda rows: plan(workload, rows, budget, means).fits)
 
 
+@functools.cache
+def compiled_gib(workload: Workload, head_rows: int, chunks: ChunkConfig) -> float | None:
+    """What XLA allots to a step of `AT` tokens; `None` where there is no compiler."""
+    sizes = plan_memory(workload, AT, Budget(BUDGET * GIB), host_tiers=False)
+    step = dataclasses.replace(sizes, head_rows=head_rows, chunks=chunks)
+    found = compiler_temp_bytes(workload, step, TARGET)
+    return None if found is None else found / GIB
+
+
 def ablation() -> list[dict[str, Any]]:
     """Longest contexts of LLaDA-8B in 24 GiB and peaks at 32,768 tokens, by mask ratio and by kernels.
 
     With the kernels of Hopper ("auto") no logits are ever stored. With portable forms ("xla") those of a
     chunk of head rows are. `of_all` is the longest context over that with all means. Peaks are those of
-    activations.
+    activations, and `compiler_gib` is what XLA allots to the same step.
     """
     budget, table = Budget(BUDGET * GIB), []
     for kernels, mask_ratio in itertools.product(("auto", "xla"), MASK_RATIOS):
-        workload = Workload(SHAPES[SHAPE], device=device_of("h200", kernels), mask_ratio=mask_ratio)
+        workload = Workload(SHAPES[SHAPE], device=device_of(TARGET, kernels), mask_ratio=mask_ratio)
         contexts = [longest(workload, budget, means) for means in CASES]
         for means, context in zip(CASES, contexts, strict=True):
-            at = plan(workload, AT, budget, means)
+            at, head_rows = plan(workload, AT, budget, means), head_rows_of(workload, AT, means)
+            # The mask ratio is that of the sizes, so that cases of the same sizes are compiled once.
+            sized = dataclasses.replace(workload, mask_ratio=head_rows / AT)
+            compiled = compiled_gib(sized, head_rows, ChunkConfig(**at.counts)) if means.manager else None
             table.append(
                 {
                     "shape": SHAPE,
@@ -154,6 +175,7 @@ def ablation() -> list[dict[str, Any]]:
                     "context": context,
                     "of_all": context / contexts[0],
                     f"peak_gib_at_{AT}": at.peak_bytes / GIB,
+                    f"compiler_gib_at_{AT}": compiled,
                     f"fits_at_{AT}": at.fits,
                 }
             )

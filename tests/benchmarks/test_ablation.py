@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from benchmarks.planning import ablation as module
 from benchmarks.planning.ablation import CASES, Means, Unplanned, ablation, longest, plan
 from benchmarks.shapes import SHAPES
 from jdllm.planning.aot import device_of
 from jdllm.planning.graph import GraphTemplate, ceil_div, dim
-from jdllm.planning.plan import Budget, Workload, max_context, plan_memory
+from jdllm.planning.plan import Budget, MemoryPlan, Workload, max_context, plan_memory
 from jdllm.planning.search import search
 
 GIB = 2**30
@@ -80,8 +81,18 @@ def test_each_of_the_means_is_worth_something():
     assert contexts[NO_MANAGER] < contexts[ALL]
 
 
-def test_the_table_has_every_case_at_every_ratio():
+def test_the_table_has_every_case_at_every_ratio(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, ...]] = []
+
+    def compiler(workload: Workload, plan: MemoryPlan, target: str) -> int:
+        asked.append((plan.rows, plan.head_rows, plan.chunks.logits))
+        return GIB
+
+    monkeypatch.setattr(module, "compiler_temp_bytes", compiler)
     rows = ablation()
+    assert {row["compiler_gib_at_32768"] for row in rows if row["manager"] == "on"} == {1.0}
+    assert {row["compiler_gib_at_32768"] for row in rows if row["manager"] == "off"} == {None}
+    assert (32768, 32768, 1) in asked  # nothing is cut, and all rows meet the head
     assert len(rows) == 2 * 3 * len(CASES)
     first = [row for row in rows if row["mask_only_logits"] == row["manager"] == row["lazy_chunking"] == "on"]
     assert [row["of_all"] for row in first] == [1.0] * 6
