@@ -78,6 +78,10 @@ CASES = {
     "lost_in_the_middle": Case(
         "benchmarks.quality.lost_in_the_middle:main", "facts in long contexts, by length and position"
     ),
+    "prefilling_quality": Case(
+        "benchmarks.quality.prefilling_cells:main",
+        "answers over long contexts, by single settings",
+    ),
     "real_text": Case(
         "benchmarks.quality.real_text:main", "checkpoints on your own text, to compare weights"
     ),

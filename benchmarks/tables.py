@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks.cases import case_parser
 from benchmarks.quality.block_tables import tables as block_tables
 from benchmarks.quality.lost_tables import table as lost_table
+from benchmarks.quality.prefilling_tables import table as prefilling_table
 from benchmarks.quality.tables import markdown
 from benchmarks.quality.tables import tables as quality_tables
 from benchmarks.quality.text_tables import table as text_table
@@ -85,7 +86,10 @@ SECTIONS = (
     Section(
         "Memory planning",
         "These records answer three questions. What fits a budget? How long does a plan take? Does a card"
-        " agree with the plan?",
+        " agree with the plan? Contexts of `plan_ablation`, `plan_cards` and `plan_lmax` are by plan, but for"
+        " those of other codes in `plan_lmax`, which were run. The context of `plan_longest` was run."
+        " `plan_ablation` has longest contexts without mask-only logits, without a plan of lifetimes"
+        " (`manager`) and without chunks.",
         ("plan_*",),
     ),
     Section(
@@ -106,7 +110,10 @@ SECTIONS = (
         " of another question over the same context. `plain_s` is the time of the exact run on the whole"
         " context. `lost_in_the_middle` has questions about one of many facts. A method is named by the"
         " tokens of a chunk x the kept chunks. A cell is exact match / selection recall. The recall is the"
-        " share of questions whose fact was whole in the kept chunks.",
+        " share of questions whose fact was whole in the kept chunks. `prefilling_quality` changes one"
+        " setting at a time. There the recall is the share of questions whose fact was whole in the tokens"
+        " that the answer read, and `chunk_bos` tells whether each chunk begins with a token of its own. The"
+        " model was trained in the layout of the build `full_mask` alone.",
         ("prefilling_*", "lost_in_the_middle*"),
     ),
     Section(
@@ -163,9 +170,12 @@ def _beside_floor(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str
 
 
 def _longest(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """Each context with what it is: one that a plan promises, or one that was run."""
+    [whole], [layers] = read("plan_longest")["rows"], read("tiers_llada-8b_residual_1048576")["rows"]
+    tiered = f"{row['tiered_context']:,} planned, {layers['layers']} layers run at {layers['rows']:,}"
     return (
-        f"{row['context']:,} tokens",
-        f"with host memory {row['tiered_context']:,}; official code {row['official_bf16']:,}",
+        f"{row['context']:,} tokens planned, {whole['context']:,} run",
+        f"with host memory {tiered}; official code {row['official_bf16']:,} run",
     )
 
 
@@ -210,7 +220,7 @@ FIGURES = (
         _beside_floor,
     ),
     Figure(
-        "longest context in 24 GiB, planned (400,000 were run)",
+        "longest context in 24 GiB",
         "plan_lmax",
         {"shape": "llada-8b", "budget_gib": 24},
         _longest,
@@ -284,6 +294,9 @@ def record_parts(name: str, record: Record) -> Iterator[str]:
         return
     if name.startswith("lost_in_the_middle"):
         yield lost_table(rows)
+        return
+    if name.startswith("prefilling_quality"):
+        yield prefilling_table(rows)
         return
     if name.startswith("real_text"):
         yield text_table(rows)

@@ -1,7 +1,7 @@
 """Evidence for the memory planner: what fits, how fast it plans, and whether a card agrees.
 
-Run as `python3 -m benchmarks plan --part lmax [--out DIR]`. The parts `lmax`, `cards`, `latency` and
-`average` need no card; the others do.
+Run as `python3 -m benchmarks plan --part lmax [--out DIR]`. The parts `lmax`, `cards`, `latency`,
+`average` and `ablation` need no card; the others do.
 """
 
 import functools
@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.cases import case_parser
 from benchmarks.planning import card
+from benchmarks.planning.ablation import ablation
 from benchmarks.planning.card import Row
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
@@ -231,6 +232,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "latency": latency,
     "latency_exact": latency_exact,
     "average": average,
+    "ablation": ablation,
     "error": card.error,
     "cost": card.cost,
     "lazy": card.lazy,

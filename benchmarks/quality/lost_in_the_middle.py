@@ -185,10 +185,14 @@ def row(task: str, method: str, length: int, found: Found) -> dict[str, Any]:
     }
 
 
-def read_part(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of another run; raises `ConfigError` where there is no file, or one of other settings."""
+def read_part(path: Path, settings: dict[str, Any], name: str = NAME) -> list[dict[str, Any]]:
+    """The rows of another run; raises `ConfigError` where there is no file, or one of other settings.
+
+    Arguments:
+    - `name`: of the case.
+    """
     if not path.is_file():
-        raise ConfigError(f"{path} is no file: --append takes what another run wrote, {NAME}.json")
+        raise ConfigError(f"{path} is no file: --append takes what another run wrote, {name}.json")
     content = json.loads(path.read_text())
     if content["settings"] != settings:
         raise ConfigError(f"{path} has the settings {content['settings']}, this run has {settings}")

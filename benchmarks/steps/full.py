@@ -1,7 +1,7 @@
-"""Time of one full denoising step with random weights, half of the rows masked and evaluated.
+"""Time of one full denoising step with random weights, by default half of the rows masked and evaluated.
 
-Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--kernels auto triton]
-[--dtype float32] [--quantization none fp8] [--peers] [--out DIR]` on a card.
+Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--mask-ratio 0.1 0.5 0.9]
+[--kernels auto triton] [--dtype float32] [--quantization none fp8] [--peers] [--out DIR]` on a card.
 The floor is the larger of flops over the measured matrix rate, which is that of bfloat16, and weight bytes
 over the measured copy rate. `--peers` measures the same step in plain JAX and, where it is installed, in
 torch; `ratio` is a peer's time over ours, that of the first of our rows. With fp8 among the quantizations
@@ -44,6 +44,7 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import generation_spec
 
 STEPS = 4
+HALF = 0.5
 MAX_NUM_LOGITS = 512
 OURS = "jdllm"
 
@@ -54,14 +55,20 @@ def attention_form(config: ModelConfig, kernels: Kernels = "auto", dtype: str = 
         return planned_attention(config, dtype, target()).name
 
 
-def arguments(config: ModelConfig, rows: int) -> tuple[Batch, dict[str, Any]]:
+def masked_rows(rows: int, mask_ratio: float) -> int:
+    """How many of the rows are masked; half of an odd number is rounded down."""
+    return int(rows * mask_ratio)
+
+
+def arguments(config: ModelConfig, rows: int, mask_ratio: float = HALF) -> tuple[Batch, dict[str, Any]]:
     """The batch, on the device, and the static arguments of `denoise` for a request of `rows` tokens.
 
-    Its second half is masked, in one block.
+    Its last rows are masked, in one block.
     """
-    sampling = SamplingParams(gen_length=rows // 2)
+    masked = masked_rows(rows, mask_ratio)
+    sampling = SamplingParams(gen_length=masked)
     ids = min(100_000, config.vocab_size // 2)
-    prompt = np.random.default_rng(0).integers(0, ids, rows - rows // 2)
+    prompt = np.random.default_rng(0).integers(0, ids, rows - masked)
     request = Request(generation_spec(prompt, sampling, config))
     batch = pack([request], config, bucket_entry(*demand(request))).batch
     static = {
@@ -74,10 +81,10 @@ def arguments(config: ModelConfig, rows: int) -> tuple[Batch, dict[str, Any]]:
 
 
 def compile_step(
-    params: Params, config: ModelConfig, rows: int, kernels: Kernels = "auto"
+    params: Params, config: ModelConfig, rows: int, kernels: Kernels = "auto", mask_ratio: float = HALF
 ) -> tuple[jax.stages.Compiled, Batch]:
     """The executable for `arguments`, which takes (params, batch, steps), and the batch."""
-    batch, static = arguments(config, rows)
+    batch, static = arguments(config, rows, mask_ratio)
     batch = jax.tree.map(lambda x: everywhere(x, params), batch)
     return compiled(denoise, params, batch, np.int32(1), kernels=kernels, **static), batch
 
@@ -88,19 +95,25 @@ def step_seconds(executable: jax.stages.Compiled, params: Params, batch: Batch) 
 
 
 def measure(
-    params: Params, config: ModelConfig, rows: int, ceilings: Ceilings, kernels: Kernels = "auto"
+    params: Params,
+    config: ModelConfig,
+    rows: int,
+    ceilings: Ceilings,
+    kernels: Kernels = "auto",
+    mask_ratio: float = HALF,
 ) -> dict[str, float | int | str]:
     """One row of the table, without the name of the shape."""
     dtype = params["embed"].dtype.name
     start = time.perf_counter()
-    executable, batch = compile_step(params, config, rows, kernels)
+    executable, batch = compile_step(params, config, rows, kernels, mask_ratio)
     compile_seconds = time.perf_counter() - start
     seconds = step_seconds(executable, params, batch)
-    flops = step_flops(config, rows, rows // 2)
+    masked = masked_rows(rows, mask_ratio)
+    flops = step_flops(config, rows, masked)
     floor = max(flops / ceilings.flops, param_bytes(config, dtype) / ceilings.bytes)
     return {
         "rows": rows,
-        "masked": rows // 2,
+        "masked": masked,
         **({} if config.quantization is None else {"quantization": config.quantization}),
         **({} if kernels == "auto" else {"kernels": kernels}),
         "attention": attention_form(config, kernels, dtype),
@@ -158,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("step", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--mask-ratio", type=float, nargs="+", default=[HALF], help="masked rows per row")
     parser.add_argument(
         "--kernels", nargs="+", choices=get_args(Kernels), default=["auto"], help="ratios are to the first"
     )
@@ -167,6 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.peers and args.dtype != "bfloat16":
         parser.error("peers run in bfloat16")
+    if args.peers and args.mask_ratio != [HALF]:
+        parser.error("peers have half of the rows masked: leave --mask-ratio or --peers out")
+    if not all(0 < masked_rows(rows, r) < rows for rows in args.rows for r in args.mask_ratio):
+        parser.error(f"--mask-ratio {args.mask_ratio}: expected numbers that mask some rows and leave some")
     # Before anything of JAX, whose pool is never given back.
     systems = (*SYSTEMS, FLOAT8) if "fp8" in args.quantization else SYSTEMS
     torch = torch_rows(args.shape, args.rows, systems) if args.peers else []
@@ -174,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for quantization in args.quantization:
         config = SHAPES[args.shape].quantised(None if quantization == "none" else quantization)
         params = init_params(config, jax.random.key(0), args.dtype)
-        for rows, kernels in itertools.product(args.rows, args.kernels):
-            measured = measure(params, config, rows, ceilings, kernels)
+        for rows, ratio, kernels in itertools.product(args.rows, args.mask_ratio, args.kernels):
+            measured = measure(params, config, rows, ceilings, kernels, ratio)
             table.append({"system": OURS, "shape": args.shape, **measured})
             print(json.dumps(table[-1]), flush=True)
         del params
@@ -187,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     suffix = "" if args.kernels == ["auto"] else "_" + "-".join(args.kernels)
     suffix += "" if args.dtype == "bfloat16" else f"_{args.dtype}"
     suffix += "" if args.quantization == ["none"] else "_" + "-".join(args.quantization)
+    suffix += "" if args.mask_ratio == [HALF] else "_masked" + "-".join(f"{r:g}" for r in args.mask_ratio)
     record(
         f"step_{args.shape}{suffix}",
         with_ratios([*table, *torch]),

@@ -39,8 +39,9 @@ class Prefilling:
     at temperature 0. Source: Prefilling-dLLM (menik1126/prefilling-dllm).
 
     Chunks
-    - `chunk_length` (1024): tokens of a chunk. A chunk that does not begin with `bos_id` gets this token, and
-      a full chunk loses its last token in exchange.
+    - `chunk_length` (1024): tokens of a chunk.
+    - `chunk_bos` (True): a chunk that does not begin with `bos_id` gets this token, and a full chunk loses
+      its last token in exchange. False: chunks stay as they were cut.
     - `split_from_tail` (False): the first chunk is the short chunk instead of the last.
     - `bos_id` (`None`): the token that begins a chunk; by default from the tokenizer, else from config.json.
     - `chunks_kept` (4): chunks that are kept; a context with no more chunks keeps all.
@@ -78,7 +79,8 @@ class Prefilling:
       negative number.
     - `retention_keep` ("high"): the tokens with the highest values, or the lowest ("low").
     - `retention_instruction` (True): the instruction stands before the chunk here.
-    - `keep_bos` (True): keep the first token of a chunk in any case.
+    - `keep_bos` (True): keep the first token of a chunk in any case. Without `chunk_bos` no token has such a
+      right.
 
     Keys and values
     - `build` ("full_mask"): one evaluation of instruction, chunks, query and masks; all see each other;
@@ -91,6 +93,7 @@ class Prefilling:
     """
 
     chunk_length: Annotated[int, Field(ge=2, le=_MOST)] = 1024
+    chunk_bos: bool = True
     split_from_tail: bool = False
     bos_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     chunks_kept: _Count = 4
@@ -137,6 +140,11 @@ class Prefilling:
     def __post_init__(self):
         if self.draft_rounds is not None and self.draft_steps is not None:
             raise RequestError("prefilling: draft_rounds and draft_steps exclude each other: set one to None")
+        if self.bos_id is not None and not self.chunk_bos:
+            raise RequestError(
+                f"prefilling: bos_id is {self.bos_id}, and with chunk_bos False no chunk begins with it:"
+                " leave one of them out"
+            )
         if self.tokens_kept is not None and self.tokens_kept > self.chunk_length:
             raise RequestError(
                 f"prefilling: tokens_kept is {self.tokens_kept}, and a chunk has {self.chunk_length} tokens:"
@@ -150,6 +158,11 @@ class Prefilling:
                 f"prefilling: retention_direction {self.retention_direction!r} asks how chunks attend to the"
                 f" query, which retention_mask {self.retention_mask!r} hides from them: set it to 'none'"
             )
+
+    @property
+    def keeps_first_token(self) -> bool:
+        """Whether the first token of a chunk is kept in any case: it begins the chunk, not the text in it."""
+        return self.keep_bos and self.chunk_bos
 
     def changed(self, **options: Any) -> Self:
         """A copy with other values; raises `RequestError` as the class itself does."""

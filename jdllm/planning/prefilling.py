@@ -140,8 +140,8 @@ def context_rows(prefilling: Prefilling, question: Question) -> int:
 
 
 def _longest(prefilling: Prefilling, question: Question) -> int:
-    """Tokens of the longest chunk; a short one grows by the token that begins it."""
-    return min(prefilling.chunk_length, question.context + 1)
+    """Tokens of the longest chunk; a short one grows by the token that begins it, where chunks have one."""
+    return min(prefilling.chunk_length, question.context + prefilling.chunk_bos)
 
 
 def _stored(question: Question, context: int, kept: int) -> int:

@@ -84,6 +84,10 @@ def test_streams_end_with_the_same_text(client: TestClient, demo: LLM, mode: str
         ({"prompt": "x", "prefilling": "dream"}, "give a LongPrompt"),
         ({"prompt": "x", "prefilling": "drem", "context": CONTEXT}, "one of 'dream'"),
         ({"prompt": "x", "prefilling": {"chunk_length": 1}, "context": CONTEXT}, "chunk_length is 1"),
+        (
+            {"prompt": "x", "prefilling": {"chunk_bos": False, "bos_id": 5}, "context": CONTEXT},
+            "no chunk begins with it",
+        ),
         ({"prompt": "x", "prefilling": {"preset": "x"}, "context": CONTEXT}, "one of 'dream'"),
         (
             {"prompt": "x", "prefilling": "dream", "context": CONTEXT, "cache": "dual"},

@@ -53,3 +53,30 @@ def test_quantised_weights_beside_others(tmp_path: Path, monkeypatch: pytest.Mon
     full.main(["--shape", "small", "--rows", "16", "--quantization", "none", "fp8", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "step_small_none-fp8.json").read_text())["rows"]
     assert [row.get("quantization") for row in rows] == [None, "fp8"]
+
+
+@pytest.mark.slow
+def test_other_shares_of_masked_rows_have_a_record_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(SHAPES, "small", small("llada-8b"))
+    monkeypatch.setattr(full, "measure_ceilings", lambda: Ceilings(1e12, 1e11))
+    options = ["--shape", "small", "--rows", "20", "--mask-ratio", "0.1", "0.9"]
+    full.main([*options, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "step_small_masked0.1-0.9.json").read_text())["rows"]
+    assert [row["masked"] for row in rows] == [2, 18]
+    assert rows[0]["floor_ms"] <= rows[1]["floor_ms"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mask-ratio", "0.1", "--peers"], "peers have half of the rows masked"),
+        (["--mask-ratio", "0"], "expected numbers that mask some rows and leave some"),
+        (["--mask-ratio", "1"], "expected numbers that mask some rows and leave some"),
+    ],
+)
+def test_shares_that_cannot_be(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        full.main(options)
+    assert words in capsys.readouterr().err

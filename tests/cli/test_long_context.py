@@ -46,10 +46,10 @@ def test_it_is_what_the_library_generates(demo: LLM, use_model: UseModel, contex
 @pytest.mark.slow
 def test_a_conversation(demo: LLM, use_model: UseModel, context: str):
     use_model(demo)
-    prefilling = PRESETS["ultrallada"].changed(chunk_length=64)
+    prefilling = PRESETS["ultrallada"].changed(chunk_length=64, chunk_bos=False)
     sampling = SamplingParams(gen_length=8, prefilling=prefilling)
     (expected,) = demo.chat("get ac=", sampling, context=CONTEXT)
-    named = '{"preset": "ultrallada", "chunk_length": 64}'
+    named = '{"preset": "ultrallada", "chunk_length": 64, "chunk_bos": false}'
     (output,) = outputs(run("--context", context, *SHORT, "--chat", "--prefilling", named, "--json"))
     assert (output["prompt"], output["text"]) == (expected.prompt, expected.text)
 

@@ -40,8 +40,10 @@ def spec_of(prefilling: Prefilling, question: Question) -> LongSpec:
 
 @pytest.mark.parametrize("preset", ["dream", "dream_sparse", "ultrallada", "official"])
 @pytest.mark.parametrize("context", [700, 8192, 20_000])
-def test_rows_and_pages_are_those_of_a_request(preset: str, context: int):
-    prefilling, question = PRESETS[preset], Question(context)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("chunk_bos", [True, False])
+def test_rows_and_pages_are_those_of_a_request(preset: str, context: int, chunk_bos: bool):
+    prefilling = PRESETS[preset].changed(chunk_bos=chunk_bos)  # pyright: ignore[reportArgumentType]
+    question = Question(context)
     found, spec = stages(prefilling, question), spec_of(prefilling, question)
     assert -(-spec.stored_rows // PAGE_ROWS) == found["build"].stored_rows // PAGE_ROWS
     lengths = [len(chunk.tokens) for chunk in spec.chunks]

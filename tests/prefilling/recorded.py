@@ -50,13 +50,17 @@ def case_names() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One recorded run: its settings under their public names, and its tensors."""
+    """One recorded run: its settings under their public names, and its tensors.
+
+    - `changes`: settings that it was not recorded with, which leave it its inputs alone.
+    """
 
     name: str
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
-        return _records()[0]["cases"][self.name]
+        return _records()[0]["cases"][self.name] | dict(self.changes)
 
     @property
     def mask_id(self) -> int:
@@ -114,7 +118,7 @@ def retention(settings: dict[str, Any]) -> Retention:
         layer_mode=settings["token_score_layer_mode"],
         keep=settings["token_score_keep"],
         with_prefix=settings["token_score_include_prefix"],
-        keep_bos=settings["force_keep_chunk_bos"],
+        keep_bos=settings["force_keep_chunk_bos"] and settings["chunk_bos"],
         per_head=settings["token_eviction_granularity"] == "per_head",
     )
 
@@ -152,9 +156,8 @@ def _build(
 
 
 @functools.cache
-def run(name: str) -> Run:
+def run(case: Case) -> Run:
     """The oracle over one recorded case, from its ids and settings alone."""
-    case = Case(name)
     s, prefix, query = case.settings, case["prefix_ids"], case["query_ids"]
     bos_id = case.bos_id if s["chunk_bos"] else None
     cut = chunks(case["context_ids"], s["chunk_size"], bos_id, s["split_from_tail"])

@@ -26,7 +26,8 @@ def prefilling_of(settings: dict[str, Any], bos_id: int) -> Prefilling:
     values: dict[str, Any] = {
         "chunk_length": settings["chunk_size"],
         "split_from_tail": settings["split_from_tail"],
-        "bos_id": bos_id,
+        "chunk_bos": settings["chunk_bos"],
+        "bos_id": bos_id if settings["chunk_bos"] else None,
         "chunks_kept": settings["topk_chunks"],
         "keep_first_chunk": settings["keep_first_chunk"],
         "draft_length": settings["score_draft_tokens"],

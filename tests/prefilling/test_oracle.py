@@ -21,7 +21,7 @@ def padded(cut: list[Chunk], size: int) -> np.ndarray:
 
 @EVERY_CASE
 def test_chunks_are_those_recorded(name: str):
-    case, cut = Case(name), run(name).chunks
+    case, cut = Case(name), run(Case(name)).chunks
     if not cut:
         assert "chunk_tokens" not in case
         return
@@ -32,7 +32,7 @@ def test_chunks_are_those_recorded(name: str):
 
 @EVERY_CASE
 def test_draft_and_scores_are_those_recorded(name: str):
-    case, mine = Case(name), run(name)
+    case, mine = Case(name), run(Case(name))
     if "draft_states" in case:
         same(mine.draft.states, case["draft_states"])
         same(mine.draft.confirmed, case["draft_confirmed"])
@@ -46,7 +46,7 @@ def test_draft_and_scores_are_those_recorded(name: str):
 
 @EVERY_CASE
 def test_kept_tokens_are_those_recorded(name: str):
-    case, mine = Case(name), run(name)
+    case, mine = Case(name), run(Case(name))
     for i, kept in case.many("keep").items():
         same(mine.kept[i], kept)
     scores = {i: s for i, s in enumerate(mine.keep_scores) if s is not None}
@@ -64,7 +64,7 @@ def close_cache(mine: Cache, case: Case, stem: str) -> None:
 
 @EVERY_CASE
 def test_the_cache_is_the_one_recorded(name: str):
-    case, built = Case(name), run(name).built
+    case, built = Case(name), run(Case(name)).built
     assert len(built.forwards) == len(case.many("build_ids"))
     for i, one in enumerate(built.forwards):
         same(one.ids, case.many("build_ids")[i])
@@ -75,7 +75,7 @@ def test_the_cache_is_the_one_recorded(name: str):
 
 @EVERY_CASE
 def test_decoding_is_the_one_recorded(name: str):
-    case, mine = Case(name), run(name)
+    case, mine = Case(name), run(Case(name))
     np.testing.assert_allclose(mine.first_logits, case["first_token_logits"], rtol=1e-4, atol=3e-4)
     same(mine.positions, case["decode_positions"])
     slots = np.arange(len(mine.positions))[-case.settings["max_new_tokens"] :]

@@ -49,6 +49,8 @@ PREFILLING = [
     ({"chunk_length": 1}, ["chunk_length is 1", "an integer from 2 to 16777216"]),
     ({"chunk_length": 32.0}, ["chunk_length is 32.0", "an integer from 2"]),
     ({"chunk_length": 2**24 + 1}, ["chunk_length is 16777217"]),
+    ({"chunk_bos": None}, ["chunk_bos is None", "True or False"]),
+    ({"chunk_bos": False, "bos_id": 5}, ["bos_id is 5", "chunk_bos False", "leave one of them out"]),
     ({"split_from_tail": 1}, ["split_from_tail is 1", "True or False"]),
     ({"bos_id": -1}, ["bos_id is -1", "an integer from 0 to 2147483647", "None"]),
     ({"chunks_kept": 0}, ["chunks_kept is 0", *NO_COUNT]),
@@ -189,7 +191,7 @@ OPTIONS = [
     (DREAM, {"prefilling": SHORT}, ["a draft of 9 tokens", "block_length is 8", "shorten the draft"]),
     (DREAM, {"steps": 1}, ["1 steps for 8 tokens", "give more steps"]),
     (DREAM, {"steps": 3, "block_length": 4}, ["3 steps for 8 tokens", "give more steps"]),
-    (LLADA, {"bos_id": None}, ["no beginning-of-sequence token", "bos_id"]),
+    (LLADA, {"bos_id": None}, ["no beginning-of-sequence token", "bos_id", "chunk_bos=False"]),
     (LLADA, {"prefilling": {"score_mask": "none"}}, ["score_mask 'none'", "'causal'", "'full'"]),
     (LLADA, {"prefilling": {"score_mask": "query_to_chunk"}}, ["score_mask 'query_to_chunk'", "shifted"]),
     (dataclasses.replace(DREAM, max_positions=5), {}, ["the query has", "5 positions", "the context"]),
@@ -226,6 +228,11 @@ def test_the_first_of_several_beginnings_is_taken():
     assert (first(DREAM, 3, 4), first(DREAM, 3, None), first(DREAM, None, None)) == (4, 3, DREAM.bos_id)
     assert first(LLADA, None, 0) == 0
     assert first(LLADA, 0, None) == 0
+
+
+def test_chunks_that_begin_with_no_token_need_none():
+    spec = made(LLADA, bos_id=None, prefilling={"chunk_bos": False})
+    np.testing.assert_array_equal(np.concatenate([c.tokens for c in spec.chunks]), spec.long.context)
 
 
 def test_rules_that_need_no_steps_take_any_number_of_them():

@@ -80,10 +80,10 @@ def test_chunks_are_those_recorded(name: str):
         same(chunk.tokens, row[:length])
 
 
-@given(st.lists(st.integers(0, 2), max_size=20), st.integers(2, 7), st.booleans())
-def test_chunks_are_those_of_the_oracle(context: list[int], size: int, from_tail: bool):
+@given(st.lists(st.integers(0, 2), max_size=20), st.integers(2, 7), st.sampled_from([0, None]), st.booleans())
+def test_chunks_are_those_of_the_oracle(context: list[int], size: int, bos_id: int | None, from_tail: bool):
     ids = np.array(context, np.int32)
-    mine, theirs = cut(ids, size, 0, from_tail=from_tail), oracle.chunks(ids, size, 0, from_tail)
+    mine, theirs = cut(ids, size, bos_id, from_tail=from_tail), oracle.chunks(ids, size, bos_id, from_tail)
     assert [(c.tokens.tolist(), c.start, c.stop) for c in mine] == [
         (c.tokens.tolist(), c.start, c.end) for c in theirs
     ]

@@ -204,7 +204,7 @@ class Preparation:
                 values[..., : len(tokens)] if per_head else values[0, : len(tokens)],
                 prefilling.tokens_kept,
                 lowest=prefilling.retention_keep == "low",
-                keep_first=prefilling.keep_bos,
+                keep_first=prefilling.keeps_first_token,
             )
         return KeptChunk(chunk, tokens, kept)
 

@@ -120,7 +120,8 @@ def long_spec(
     - `decode`: ids to text, for stop strings.
 
     Raises `RequestError` for an empty query or one beyond the positions of the model, ids outside the
-    vocabulary, mask ids, a model without a beginning-of-sequence token, and what the model cannot do.
+    vocabulary, mask ids, chunks that begin with a token of which no id is known, and what the model cannot
+    do.
     """
     prefilling = sampling.prefilling
     if prefilling is None:
@@ -144,7 +145,8 @@ def long_spec(
             " the context"
         )
     long = LongContext(*(_part(name, ids, config, mask_id) for name, ids in long._asdict().items()))
-    bos = _checked_bos((prefilling.bos_id, bos_id, config.bos_id), config, mask_id)
+    known = prefilling.bos_id, bos_id, config.bos_id
+    bos = _checked_bos(known, config, mask_id) if prefilling.chunk_bos else None
     chunks = cut(long.context, prefilling.chunk_length, bos, from_tail=prefilling.split_from_tail)
     block_length = min(sampling.block_length or sampling.gen_length, sampling.gen_length)
     if prefilling.draft_length > block_length and prefilling.draft_rounds is prefilling.draft_steps is None:
@@ -211,7 +213,7 @@ def _checked_bos(known: Sequence[int | None], config: ModelConfig, mask_id: int)
     if bos is None:
         raise RequestError(
             "the model has no beginning-of-sequence token, with which chunks begin: name one, as"
-            " prefilling=Prefilling(bos_id=...)"
+            " prefilling=Prefilling(bos_id=...), or do without, as prefilling=Prefilling(chunk_bos=False)"
         )
     if not 0 <= bos < config.vocab_size:
         raise RequestError(
