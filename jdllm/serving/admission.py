@@ -181,8 +181,7 @@ class Admission:
         return self._rounds[_HELD] if life.holds else None
 
     def _pool_is_free(self, life: Life) -> bool:
-        """Whether the room of the pool is left for a request that takes it, with others whose steps take it in
-        turn, or alone."""
+        """Whether a request may take the room of the pool now, which requests share whose steps take it."""
         return _PAGES not in self._taken and not (self._takers if life.alone else self._alone)
 
     def _takes_pool(self, life: Life) -> bool:
