@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from jdllm.byte_sizes import format_bytes
 from jdllm.errors import ConfigError, NoRoomError
-from jdllm.execution.offload.placement import LAYERS_ON_DEVICE, device_weight_bytes, host_weight_bytes
+from jdllm.execution.offload.placement import arriving_bytes, device_weight_bytes, host_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
@@ -71,7 +71,7 @@ class Account:
     def arriving(self) -> int:
         """Bytes of `weights` for layers on their way from host memory, which the compiler counts among the
         temporaries of a step."""
-        return LAYERS_ON_DEVICE * self.streamed // max(1, self.offloaded)
+        return arriving_bytes(self.streamed, self.offloaded)
 
     @property
     def pool_bytes(self) -> int:
