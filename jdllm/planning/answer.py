@@ -10,6 +10,7 @@ from jdllm.errors import ConfigError
 from jdllm.execution.offload.placement import most_offloaded
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.account import Account, make_account
+from jdllm.planning.asking import moves_for
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.card import Card
 from jdllm.planning.offloading import account_with_offloading, longest_offloaded, plan_offloaded
@@ -192,14 +193,17 @@ def _cached(asked: StepQuestion) -> Report:
     may need `max_context`."""
     workload, engine = asked.workload, asked.engine()
     sharing = None if engine is None else engine.sharing
-    longest = Longest(0, 0.0) if engine is None else _longest_cached(asked, engine)
-    on_device = longest if engine is None or not engine.offloaded else Longest(0, 0.0)
+    longest = on_device = Longest(0, 0.0)
+    if engine is not None:
+        longest = _longest_cached(asked, engine, longest, moving=False)
+        on_device = on_device if engine.offloaded else longest
+        if asked.moves_layers:
+            longest = _longest_cached(asked, engine, longest, moving=True)
     context = asked.context if asked.context is not None else max(1, longest.context)
-    options = None if engine is None else _taking(asked, engine, context)
-    if engine is not None and options is not None:
-        engine = _asked(asked, engine, options)
-        found = _beside(asked, context, engine)
-        return Report(asked, found, None, "fits", longest, on_device, engine, options)
+    taking = None if engine is None else _taking(asked, engine, context)
+    if taking is not None:
+        found = _beside(asked, context, taking.engine)
+        return Report(asked, found, None, "fits", longest, on_device, *taking)
     if sharing is not None:
         needed = room_of(workload, context).least_memory(dataclasses.replace(sharing, context=context))
     else:
@@ -208,14 +212,19 @@ def _cached(asked: StepQuestion) -> Report:
     return _refused(asked, context, needed, "the KV pool", longest, on_device, engine, [])
 
 
-def _longest_cached(asked: StepQuestion, engine: Account) -> Longest:
-    """The longest request that an engine takes, which may need options."""
+def _longest_cached(asked: StepQuestion, engine: Account, known: Longest, *, moving: bool) -> Longest:
+    """The longest request that an engine takes, which may need options.
+
+    Arguments:
+    - `known`: one that it takes.
+    - `moving`: whether a context that is asked for may move layers to host memory.
+    """
     workload, sharing = asked.workload, engine.sharing
     assert sharing is not None  # an engine in a budget has one
-    roomiest = asked.tried(offloaded=most_offloaded(workload.config)) if asked.moves_layers else None
+    roomiest = asked.tried(offloaded=most_offloaded(workload.config)) if moving else None
 
     def taken(context: int) -> bool:
-        if _options(workload, sharing, context) is not None:
+        if context <= known.context or _options(workload, sharing, context) is not None:
             return True
         if roomiest is None or roomiest.sharing is None:
             return False
@@ -223,32 +232,31 @@ def _longest_cached(asked: StepQuestion, engine: Account) -> Longest:
         return moves and _options(workload, roomiest.sharing, context) is not None
 
     most = longest_request(taken)
-    options = _taking(asked, engine, most) if most else None
-    if options is None:
-        return Longest(0, 0.0)
-    return asked.taking(_beside(asked, most, _asked(asked, engine, options)))
+    taking = _taking(asked, engine, most) if most > known.context else None
+    return known if taking is None else asked.taking(_beside(asked, most, taking.engine))
 
 
-def _asked(asked: StepQuestion, engine: Account, options: Options | None) -> Account:
-    """The engine with these options."""
-    return asked.account(**_sizes(options)) if options else engine
+class _Taking(NamedTuple):
+    """An engine that takes a request, and what has to be asked for so that `LLM` makes this engine."""
+
+    engine: Account
+    options: Options
 
 
-def _taking(asked: StepQuestion, engine: Account, context: int) -> Options | None:
-    """What has to be asked for so that an engine takes a request of `context` tokens; `None` where only more
-    memory helps. A context that is asked for may move layers to host memory."""
+def _taking(asked: StepQuestion, engine: Account, context: int) -> _Taking | None:
+    """What takes a request of `context` tokens; `None` where only more memory helps. A context that is asked
+    for may move layers to host memory."""
     workload = asked.workload
     options = None if engine.sharing is None else _options(workload, engine.sharing, context)
-    if options is None and asked.moves_layers:
-        other = asked.tried(max_context=context)
-        if other is not None and other.offloaded and other.sharing is not None:
-            options = {"max_context": context} if room_of(workload, context).is_in(other.sharing) else None
-    return options
+    if options is not None:
+        return _Taking(asked.account(**_sizes(options)) if options else engine, options)
+    other = moves_for(engine, room_of(workload, context)) if asked.moves_layers else None
+    return None if other is None else _Taking(other, {"max_context": context})
 
 
-def _beside(asked: StepQuestion, context: int, engine: Account | None) -> MemoryPlan:
+def _beside(asked: StepQuestion, context: int, engine: Account) -> MemoryPlan:
     """The plan of a refresh of so many tokens, with layers in host memory where an engine has some there."""
-    if engine is None or not engine.offloaded:
+    if not engine.offloaded:
         return asked.plan(context)
     return plan_offloaded(asked.workload, context, engine)
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import HOPPER
 from jdllm.planning.answer import StepQuestion, make_report
+from jdllm.planning.asking import check_room
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.budget import Budget
 from jdllm.planning.card import described_card
@@ -223,7 +225,7 @@ def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any], lengths: 
         assert account.sharing is not None
         options = dict(Room(tokens, tokens).options(account.sharing))
         with pytest.raises(RequestError) as refused:
-            account.check_room(tokens, tokens // 64)
+            check_room(account, tokens, tokens // 64)
         for name, value in options.items():
             assert f"{name}={value!r}" in str(refused.value)
         if memory := options.pop("memory", None):
@@ -239,3 +241,39 @@ def test_a_plan_of_a_cached_request_names_the_context_that_the_engine_has_to_be_
     assert report.engine is not None
     assert report.engine.max_refresh >= 200_000
     assert report.longest.context > 240_000
+
+
+def test_the_longest_without_host_memory_moves_no_layer():
+    """In 70 MiB the default engine has all layers on the device, and a longer context moves them."""
+    device = Device("small", Budget(70 * MIB, 0, 64 * 1024 * MIB), ())
+    workload = workload_of(device, SamplingParams(cache="sparse"))
+    report = make_report(StepQuestion(workload, CARD, device.budget, None, {}))
+    alone = make_report(StepQuestion(workload, CARD, Budget(70 * MIB, 0, 0), None, {}))
+    assert account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER).offloaded == 0
+    assert report.engine is not None
+    assert report.engine.offloaded > 0
+    assert report.longest.context > report.on_device.context > 0
+    assert report.on_device == alone.longest == alone.on_device
+
+
+TWELVE = Device("llada-8b", Budget(12 * 1024 * MIB, host=64 * 1024 * MIB), ())
+"""Its engine has some layers in host memory, and could have more there."""
+
+
+@pytest.mark.parametrize(("cache", "tokens"), [("dual", 15_296), ("none", 400_000)])
+def test_a_refusal_says_that_more_layers_in_host_memory_make_room(cache: str, tokens: int):
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache=cache)  # pyright: ignore[reportArgumentType]
+    spec = generation_spec(np.full(tokens - GEN_LENGTH, 5, np.int32), sampling, TWELVE.config)
+    with pytest.raises(JdllmError, match="set max_context=") as refused:
+        engine_of(TWELVE).add(spec)
+    named = re.search(r"set max_context=(\d+)", str(refused.value))
+    assert named is not None
+    assert "memory=" not in str(refused.value)
+    assert takes(TWELVE, tokens, sampling, max_context=int(named[1]))
+
+
+def test_a_refusal_names_more_memory_where_no_layer_is_left():
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    spec = generation_spec(np.full(30_000, 5, np.int32), sampling, TWELVE.config)
+    with pytest.raises(RequestError, match="set memory='"):
+        engine_of(TWELVE).add(spec)
