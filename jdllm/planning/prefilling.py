@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdllm.decoding.prefilling import Prefilling
@@ -83,13 +84,24 @@ class LongPlan:
     def lacking(self) -> str | None:
         """What the engine has no room for, in words; `None` where all stages fit."""
         most, pages = self.account.max_refresh, self.account.pages - 1
-        for stage in self.stages:
-            if stage.rows > most:
-                return f"the stage {stage.name} has {stage.rows} rows, and at most {most} fit"
-            if stage.stored_rows > pages * PAGE_ROWS and stage.name == "build":
-                needed = stage.stored_rows // PAGE_ROWS
-                return f"a request needs {needed} pages of the KV pool, which has {pages}"
+        rows = _question_rows(self.workload, self.prefilling, self.question)
+        rows = rows if rows <= self.account.rows else row_bucket(rows)
+        if rows > most:
+            return f"a question has a step of {rows} rows, and at most {most} fit"
+        if self.pages > pages:
+            return f"a question needs {self.pages} pages of the KV pool, which has {pages}"
         return None
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool that a question needs."""
+        return sum(stage.stored_rows for stage in self.stages if stage.name == "build") // PAGE_ROWS
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Of the whole time, for layers that come from host memory."""
+        evaluations = sum(stage.evaluations for stage in self.stages)
+        return evaluations * self.account.streamed / RATES[self.target].host_bytes
 
 
 def plan_stages(
@@ -106,11 +118,8 @@ def plan_stages(
     """
     plan = _Planned(workload, account, target)
     chunks = -(-question.context // prefilling.chunk_length)
-    kept = min(prefilling.chunks_kept + prefilling.keep_first_chunk, chunks)
-    draft = prefilling.draft_length if prefilling.score == "draft" else 0
-    behind = question.query + draft
-    if not workload.config.logits_shift:
-        behind *= 2
+    kept = prefilling.kept_of(chunks)
+    draft, behind = prefilling.drafted, rows_behind(prefilling, question.query, workload.config.logits_shift)
     stages = []
     if draft:
         rounds = 1 if prefilling.draft_steps else prefilling.draft_rounds
@@ -131,6 +140,40 @@ def plan_stages(
     built = question.instruction + context + question.query + question.gen_length
     stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, context, kept)))
     return [*stages, plan.steps(question, built)]
+
+
+def rows_behind(prefilling: Prefilling, query: int, shifted: bool) -> int:
+    """Rows behind each chunk where it is scored: a query of so many tokens and the draft.
+
+    Arguments:
+    - `shifted`: whether the logits of the model are shifted. Without a shift a mask stands in for each token
+      too.
+    """
+    scored = query + prefilling.drafted
+    return scored if shifted else 2 * scored
+
+
+def request_rows(
+    prefilling: Prefilling, instruction: int, lengths: Sequence[int], query: int, tokens: int, shifted: bool
+) -> int:
+    """Packed rows of the largest evaluation of a request; chunks are scored as many at a time as fit.
+
+    Arguments:
+    - `instruction`, `query`: tokens before each chunk, and of the query that it is scored with.
+    - `lengths`: tokens of the longest chunks, as many as are kept.
+    - `tokens`: of the query and of the answer.
+    - `shifted`: whether the logits of the model are shifted.
+    """
+    scoring = instruction + max(lengths, default=0) + rows_behind(prefilling, query, shifted)
+    window = min(prefilling.retention_window, query + prefilling.drafted)
+    return max(scoring, instruction + sum(lengths) + tokens + len(lengths) * (instruction + window))
+
+
+def _question_rows(workload: Workload, prefilling: Prefilling, question: Question) -> int:
+    kept = prefilling.kept_of(-(-question.context // prefilling.chunk_length))
+    lengths = kept * [_longest(prefilling, question)]
+    tokens, shifted = question.query + question.gen_length, workload.config.logits_shift
+    return request_rows(prefilling, question.instruction, lengths, question.query, tokens, shifted)
 
 
 def context_rows(prefilling: Prefilling, question: Question) -> int:
