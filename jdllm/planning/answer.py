@@ -10,7 +10,7 @@ from jdllm.errors import ConfigError
 from jdllm.execution.offload.placement import most_offloaded
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.account import Account, make_account
-from jdllm.planning.asking import moves_for
+from jdllm.planning.asking import could_move, moves_for
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.card import Card
 from jdllm.planning.offloading import account_with_offloading, longest_offloaded, plan_offloaded
@@ -56,6 +56,12 @@ class StepQuestion:
     def overhead(self) -> int:
         """Bytes of the budget's overhead without a verifier."""
         return self.budget.overhead - self.verifier
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model is made for."""
+        config = self.workload.config
+        return config.rope.effective_context(config.max_positions)
 
     def account(self, **changed: Any) -> Account:
         """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""
@@ -144,9 +150,7 @@ class Report:
 
     @property
     def positions(self) -> int:
-        """Positions that the model is made for."""
-        config = self.workload.config
-        return config.rope.effective_context(config.max_positions)
+        return self.question.positions
 
 
 def make_report(question: StepQuestion) -> Report:
@@ -159,15 +163,14 @@ def make_report(question: StepQuestion) -> Report:
 
 def _uncached(asked: StepQuestion) -> Report:
     """A step of a sequence that stores nothing."""
-    workload, budget = asked.workload, asked.budget
+    workload, budget, engine = asked.workload, asked.budget, asked.engine()
     tiers = rungs(workload.config) if budget.host else []
     on_device = longest = asked.timed(max_context(workload, budget, host_tiers=False))
     if tiers:
         longest = asked.timed(max_context(workload, budget, host_tiers=tiers), tiers)
-    context = asked.context if asked.context is not None else max(1, longest.context)
+    longest = _longest_moving(asked, engine, longest)
+    context, options = asked.context if asked.context is not None else max(1, longest.context), {}
     found = asked.plan(context, tiers)
-    room = found.room
-    engine, options = asked.engine(), {}
     if found.fits:
         return Report(asked, found, None, "fits", longest, on_device, engine, options)
     takes = engine is not None and engine.offloaded and plan_offloaded(workload, context, engine).fits
@@ -175,17 +178,30 @@ def _uncached(asked: StepQuestion) -> Report:
     if beyond is not None:
         same = engine is not None and engine.offloaded == beyond.offloaded
         engine, options = beyond, {} if same else {"max_context": context}
+    room = found.room
     if engine is not None and engine.offloaded:
-        most = longest_offloaded(workload, engine)
-        context = most if longest.context == 0 and asked.context is None else context
         found = plan_offloaded(workload, context, engine)
         if found.fits:
-            longest = asked.taking(plan_offloaded(workload, most, engine))
             return Report(asked, found, None, "fits", longest, on_device, engine, options)
     needed = room.held + least_room(workload, found.bucket, room, tiers)
     enough_host = found.host_bytes <= budget.host
     stop_reason = found.activation.stop_reason if enough_host else "host memory is too small"
     return _refused(asked, context, needed, stop_reason, longest, on_device, engine, tiers)
+
+
+def _longest_moving(asked: StepQuestion, engine: Account | None, known: Longest) -> Longest:
+    """The longest context of a full step with layers in host memory, or `known` where that is no longer."""
+    workload = asked.workload
+    if engine is not None and engine.offloaded:
+        most = longest_offloaded(workload, engine)
+        known = asked.taking(plan_offloaded(workload, most, engine)) if most > known.context else known
+    roomiest = asked.tried(offloaded=most_offloaded(workload.config)) if asked.moves_layers else None
+    if roomiest is not None and roomiest.sharing is not None:
+        most = roomiest.sharing.longest(1)
+        other = asked.tried(max_context=most) if most > known.context else None
+        if other is not None and other.offloaded:
+            return asked.taking(plan_offloaded(workload, most, other))
+    return known
 
 
 def _cached(asked: StepQuestion) -> Report:
@@ -200,7 +216,7 @@ def _cached(asked: StepQuestion) -> Report:
         if asked.moves_layers:
             longest = _longest_cached(asked, engine, longest, moving=True)
     context = asked.context if asked.context is not None else max(1, longest.context)
-    taking = None if engine is None else _taking(asked, engine, context)
+    taking = None if engine is None else taking_of(asked, engine, context)
     if taking is not None:
         found = _beside(asked, context, taking.engine)
         return Report(asked, found, None, "fits", longest, on_device, *taking)
@@ -226,32 +242,29 @@ def _longest_cached(asked: StepQuestion, engine: Account, known: Longest, *, mov
     def taken(context: int) -> bool:
         if context <= known.context or _options(workload, sharing, context) is not None:
             return True
-        if roomiest is None or roomiest.sharing is None:
-            return False
-        moves = engine.offloaded > 0 or context > sharing.longest(1)
-        return moves and _options(workload, roomiest.sharing, context) is not None
+        return roomiest is not None and could_move(engine, roomiest, room_of(workload, context))
 
     most = longest_request(taken)
-    taking = _taking(asked, engine, most) if most > known.context else None
+    taking = taking_of(asked, engine, most) if most > known.context else None
     return known if taking is None else asked.taking(_beside(asked, most, taking.engine))
 
 
-class _Taking(NamedTuple):
+class Taking(NamedTuple):
     """An engine that takes a request, and what has to be asked for so that `LLM` makes this engine."""
 
     engine: Account
     options: Options
 
 
-def _taking(asked: StepQuestion, engine: Account, context: int) -> _Taking | None:
+def taking_of(asked: StepQuestion, engine: Account, context: int) -> Taking | None:
     """What takes a request of `context` tokens; `None` where only more memory helps. A context that is asked
     for may move layers to host memory."""
     workload = asked.workload
     options = None if engine.sharing is None else _options(workload, engine.sharing, context)
     if options is not None:
-        return _Taking(asked.account(**_sizes(options)) if options else engine, options)
+        return Taking(asked.account(**_sizes(options)) if options else engine, options)
     other = moves_for(engine, room_of(workload, context)) if asked.moves_layers else None
-    return None if other is None else _Taking(other, {"max_context": context})
+    return None if other is None else Taking(*other)
 
 
 def _beside(asked: StepQuestion, context: int, engine: Account) -> MemoryPlan:

@@ -2,19 +2,76 @@
 
 import contextlib
 import dataclasses
+from typing import NamedTuple
 
 from jdllm.errors import ConfigError, NoRoomError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.account import Account
+from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.offloading import account_with_offloading
-from jdllm.planning.room import Options, Room
+from jdllm.planning.room import Options, Room, in_option
+from jdllm.planning.sharing import pages_of
 
 
-def moved(account: Account, context: int) -> Account | None:
-    """The same engine where it is asked for `max_context=context`, if layers are in host memory then.
+class Moved(NamedTuple):
+    """An engine with layers in host memory, and what has to be asked for so that `LLM` makes this engine."""
 
-    Returns `None` where nothing moves layers: without host memory, beside a verifier, and where somebody has
-    asked for a `max_context` or `kv_pool` that says otherwise.
+    engine: Account
+    options: Options
+
+
+def moves_for(account: Account, room: Room) -> Moved | None:
+    """What takes a request because layers move to host memory for it; `None` where this does not help.
+
+    A `max_context` moves layers where full steps of it would not run beside them. Where these run, but not
+    beside a pool that holds the request, a `kv_pool` moves layers too.
+    """
+    for pages in _pools(account, room):
+        pool = None if pages is None else pages * account.page_bytes
+        found = _moved(account, room.rows, pool)
+        if found is not None and found.sharing is not None and room.is_in(found.sharing):
+            options: Options = {"max_context": room.rows}
+            return Moved(found, options if pool is None else {**options, "kv_pool": in_option(pool)})
+    return None
+
+
+def could_move(account: Account, roomiest: Account, room: Room) -> bool:
+    """Whether `moves_for` finds an engine, told without making it.
+
+    Arguments:
+    - `roomiest`: the engine that has as many layers in host memory as it can.
+    """
+    if account.sharing is None or roomiest.sharing is None:
+        return False
+    for pages in _pools(account, room):
+        here, there = (
+            dataclasses.replace(sharing, context=room.rows, asked_pages=pages)
+            for sharing in (account.sharing, roomiest.sharing)
+        )
+        stays = not account.offloaded and here.fits
+        if (
+            room.is_in(there)
+            and not stays
+            and there.needs.fits_on_device(room.rows, there.beside(pages or 1))
+        ):
+            return True
+    return False
+
+
+def _pools(account: Account, room: Room) -> tuple[int | None, ...]:
+    """Pages of the pool that may be asked for: `None` for as many as there is room for, then as many as a pool
+    beside moved layers has at least by default, and then those of the request alone."""
+    sharing = account.sharing
+    rows = DEFAULT_ROWS[0] if sharing is None or sharing.asked_rows is None else sharing.asked_rows
+    return (None, *sorted({room.pages, max(room.pages, 1 + pages_of(rows))}, reverse=True))
+
+
+def _moved(account: Account, context: int, kv_pool: int | None = None) -> Account | None:
+    """The same engine where it is asked for so long a context, and a pool of so many bytes; `None` where no
+    layers are in host memory then.
+
+    So it is without host memory, beside a verifier, and where somebody has asked for a context or a pool that
+    says otherwise.
     """
     budget, sharing = account.budget, account.sharing
     if budget is None or not budget.host or account.verifier or sharing is None:
@@ -31,15 +88,10 @@ def moved(account: Account, context: int) -> Account | None:
             max_num_batched_tokens=sharing.asked_rows,
             max_num_logits=needs.max_num_logits,
             max_context=context,
+            kv_pool=kv_pool,
         )
         return found if found.offloaded else None
     return None
-
-
-def moves_for(account: Account, room: Room) -> Account | None:
-    """The engine that has the room because `max_context` moves layers; `None` where this does not help."""
-    found = moved(account, room.rows)
-    return found if found is not None and found.sharing is not None and room.is_in(found.sharing) else None
 
 
 def check_room(account: Account, rows: int, pages: int) -> None:
@@ -67,13 +119,12 @@ def _options(account: Account, rows: int, pages: int) -> Options:
     if sharing is None:
         return {"kv_pool": (pages + 1) * account.page_bytes}
     # Only an engine that has moved layers can surely move more: a model may be in memory already.
-    if account.offloaded and room.options_within(sharing) is None and moves_for(account, room) is not None:
-        return {"max_context": rows}
-    return room.options(sharing)
+    moved = moves_for(account, room) if account.offloaded and room.options_within(sharing) is None else None
+    return room.options(sharing) if moved is None else moved.options
 
 
 def helps_full_step(account: Account, rows: int) -> str | None:
     """The option that lets an engine with layers in host memory run a full step of so many rows; `None`
     where more memory alone does."""
-    found = moved(account, rows) if account.offloaded else None
+    found = _moved(account, rows) if account.offloaded else None
     return f"max_context={rows}" if found is not None and rows <= found.longest else None

@@ -130,7 +130,8 @@ def plan_stages(
     evaluations = -(-chunks // max(1, account.rows // each))
     together = -(-chunks // evaluations)
     score = plan.stage("score", evaluations, together * each, together * behind, each)
-    stages.append(score._replace(seconds=score.seconds * chunks / (together * evaluations)))
+    seconds = max(score.seconds * chunks / (together * evaluations), plan.streaming(evaluations))
+    stages.append(score._replace(seconds=seconds))
     most = prefilling.tokens_kept or prefilling.chunk_length
     if most < longest:
         row = question.instruction + longest + prefilling.retention_window
@@ -206,7 +207,11 @@ class _Planned:
         self._workload = dataclasses.replace(workload, cache_policy="dual", max_num_logits=most)
         self._rates = RATES[target]
         self._weights = param_bytes(workload.config, workload.dtype)
-        self._streaming = account.streamed / self._rates.host_bytes
+        self._streamed = account.streamed
+
+    def streaming(self, evaluations: int) -> float:
+        """Seconds in which the layers that are in host memory come to the device, for so many evaluations."""
+        return evaluations * self._streamed / self._rates.host_bytes
 
     def stage(
         self,
@@ -225,7 +230,8 @@ class _Planned:
         segment = segment or rows
         flops = rows / segment * step_flops(config, segment, round(head_rows * segment / rows))
         rate = self._rates.flops_f32 if self._workload.dtype == "float32" else self._rates.flops
-        seconds = evaluations * max(flops / rate, self._weights / self._rates.bytes, self._streaming)
+        computing = evaluations * max(flops / rate, self._weights / self._rates.bytes)
+        seconds = max(computing, self.streaming(evaluations))
         return StagePlan(name, evaluations, rows, needed, stored, seconds)
 
     def steps(self, question: Question, rows: int) -> StagePlan:
@@ -233,4 +239,5 @@ class _Planned:
         page_bytes = pool_bytes(self._workload.config, self._workload.dtype, 1, PAGE_ROWS)
         read = self._weights + page_bytes * rows / PAGE_ROWS
         block = self.stage("answer", question.gen_length, question.block_length, question.block_length)
-        return block._replace(seconds=question.gen_length * max(read / self._rates.bytes, self._streaming))
+        reading = question.gen_length * read / self._rates.bytes
+        return block._replace(seconds=max(reading, self.streaming(question.gen_length)))
