@@ -59,8 +59,8 @@ def could_move(account: Account, roomiest: Account, room: Room) -> bool:
 
 
 def _pools(account: Account, room: Room) -> tuple[int | None, ...]:
-    """Pages of the pool that may be asked for: `None` for as many as there is room for, then as many as a pool
-    beside moved layers has at least by default, and then those of the request alone."""
+    """Pages of the pool that may be asked for: `None` for as many as there is room for, then as many as by
+    default a pool beside moved layers has at least, and then those of the request alone."""
     sharing = account.sharing
     rows = DEFAULT_ROWS[0] if sharing is None or sharing.asked_rows is None else sharing.asked_rows
     return (None, *sorted({room.pages, max(room.pages, 1 + pages_of(rows))}, reverse=True))

@@ -118,7 +118,8 @@ def plan_stages(
     """
     plan = _Planned(workload, account, target)
     chunks = -(-question.context // prefilling.chunk_length)
-    kept = prefilling.kept_of(chunks)
+    lengths = _kept_lengths(prefilling, question)
+    kept = len(lengths)
     draft, behind = prefilling.drafted, rows_behind(prefilling, question.query, workload.config.logits_shift)
     stages = []
     if draft:
@@ -137,9 +138,9 @@ def plan_stages(
         row = question.instruction + longest + prefilling.retention_window
         count = max(1, account.rows // row)
         stages.append(plan.stage("retain", -(-kept // count), min(kept, count) * row, 0, row))
-    context = kept * min(most, longest)
-    built = question.instruction + context + question.query + question.gen_length
-    stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, context, kept)))
+    kept_rows = [min(most, length) for length in lengths]
+    built = question.instruction + sum(kept_rows) + question.query + question.gen_length
+    stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, kept_rows)))
     return [*stages, plan.steps(question, built)]
 
 
@@ -171,8 +172,7 @@ def request_rows(
 
 
 def _question_rows(workload: Workload, prefilling: Prefilling, question: Question) -> int:
-    kept = prefilling.kept_of(-(-question.context // prefilling.chunk_length))
-    lengths = kept * [_longest(prefilling, question)]
+    lengths = _kept_lengths(prefilling, question)
     tokens, shifted = question.query + question.gen_length, workload.config.logits_shift
     return request_rows(prefilling, question.instruction, lengths, question.query, tokens, shifted)
 
@@ -183,15 +183,23 @@ def context_rows(prefilling: Prefilling, question: Question) -> int:
     return _whole(question.instruction) + chunks * _whole(_longest(prefilling, question))
 
 
+def _kept_lengths(prefilling: Prefilling, question: Question) -> list[int]:
+    """Tokens of the longest chunks, as many as are kept, the longest first."""
+    full, rest = divmod(question.context, prefilling.chunk_length)
+    kept = prefilling.kept_of(full + (rest > 0))
+    return [*(prefilling.chunk_length for _ in range(min(full, kept))), rest + 1][:kept]
+
+
 def _longest(prefilling: Prefilling, question: Question) -> int:
     """Tokens of the longest chunk; a short one grows by the token that begins it, where chunks have one."""
     return min(prefilling.chunk_length, question.context + prefilling.chunk_bos)
 
 
-def _stored(question: Question, context: int, kept: int) -> int:
+def _stored(question: Question, kept: Sequence[int]) -> int:
+    """Rows of the pool for a question, of whose chunks so many rows each are kept."""
     blocks = -(-question.gen_length // question.block_length)
     parts = _whole(question.instruction) + _whole(question.query) + blocks * _whole(question.block_length)
-    return parts + kept * _whole(context // max(kept, 1))
+    return parts + sum(map(_whole, kept))
 
 
 def _whole(rows: int) -> int:

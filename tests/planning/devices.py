@@ -13,6 +13,7 @@ from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, RequestError
 from jdllm.models.config import ModelConfig
+from jdllm.models.weights import abstract_params
 from jdllm.pallas.device import HOPPER
 from jdllm.planning.budget import Budget
 from jdllm.planning.card import described_card
@@ -68,6 +69,8 @@ def engine_of(device: Device, **options: Any) -> Engine:
     )
     leaf = jax.ShapeDtypeStruct((1,), np.dtype("bfloat16"))
     params: Any = {"embed": leaf, "final_norm": leaf}
+    if device.config.attention == "block_causal":
+        params = abstract_params(device.config, "bfloat16")
     return make_engine(params, device.config, Executables("cpu"), account)
 
 
