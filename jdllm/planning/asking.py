@@ -23,8 +23,8 @@ class Moved(NamedTuple):
 def moves_for(account: Account, room: Room) -> Moved | None:
     """What takes a request because layers move to host memory for it; `None` where this does not help.
 
-    A `max_context` moves layers where full steps of it would not run beside them. Where these run, but not
-    beside a pool that holds the request, a `kv_pool` moves layers too.
+    A `max_context` moves layers where full steps of it would not run beside them all. Otherwise a `kv_pool`
+    does that would not fit beside them all.
     """
     for pages in _pools(account, room):
         pool = None if pages is None else pages * account.page_bytes
@@ -41,29 +41,30 @@ def could_move(account: Account, roomiest: Account, room: Room) -> bool:
     Arguments:
     - `roomiest`: the engine that has as many layers in host memory as it can.
     """
-    if account.sharing is None or roomiest.sharing is None:
+    here, most = account.sharing, roomiest.sharing
+    if here is None or most is None:
         return False
     for pages in _pools(account, room):
-        here, there = (
-            dataclasses.replace(sharing, context=room.rows, asked_pages=pages)
-            for sharing in (account.sharing, roomiest.sharing)
-        )
-        stays = not account.offloaded and here.fits
-        if (
-            room.is_in(there)
-            and not stays
-            and there.needs.fits_on_device(room.rows, there.beside(pages or 1))
-        ):
+        there = dataclasses.replace(most, context=room.rows, asked_pages=pages)
+        moves = account.offloaded > 0 or pages is not None or room.rows > here.longest(1)
+        if moves and room.is_in(there) and there.needs.fits_on_device(room.rows, there.beside(pages or 1)):
             return True
     return False
 
 
 def _pools(account: Account, room: Room) -> tuple[int | None, ...]:
     """Pages of the pool that may be asked for: `None` for as many as there is room for, then as many as by
-    default a pool beside moved layers has at least, and then those of the request alone."""
+    default a pool beside moved layers has at least, and then no more than the request needs.
+
+    A number of pages is always one that does not fit beside all layers.
+    """
     sharing = account.sharing
-    rows = DEFAULT_ROWS[0] if sharing is None or sharing.asked_rows is None else sharing.asked_rows
-    return (None, *sorted({room.pages, max(room.pages, 1 + pages_of(rows))}, reverse=True))
+    if sharing is None:
+        return (None,)
+    rows = sharing.asked_rows or DEFAULT_ROWS[0]
+    fitting = 0 if account.offloaded else max(0, sharing.left(rows)) // account.page_bytes
+    least = max(room.pages, fitting + 1)
+    return (None, *sorted({least, max(least, 1 + pages_of(rows))}, reverse=True))
 
 
 def _moved(account: Account, context: int, kv_pool: int | None = None) -> Account | None:

@@ -153,11 +153,6 @@ class Sharing:
         pages = self.asked_pages or 1
         return pages == 1 or pages * self.page_bytes <= self.left(self.rows)
 
-    @property
-    def fits(self) -> bool:
-        """Whether a context and a pool that were asked for fit."""
-        return self.pool_fits and (self.context or 0) <= self.longest(self.asked_pages or 1)
-
     def check_pool(self) -> None:
         """Raise `DoesNotFitError` where a pool that was asked for does not fit."""
         if not self.pool_fits:
