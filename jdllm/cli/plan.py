@@ -121,7 +121,7 @@ def _plan_step(asked: "StepQuestion", memory: str | None, assumed: list[str], sh
         if shown.check:
             raise ConfigError("--check compiles a step for one card: leave it out with --devices")
         check = False
-    compiled = plan_report.compiled_bytes(report) if check else None
+    compiled = plan_report.compiled_bytes(report) if check and report.layered is None else None
     if shown.as_json:
         print_result(json.dumps(plan_report.facts(report, compiled)))
     else:

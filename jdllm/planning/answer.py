@@ -13,6 +13,7 @@ from jdllm.planning.account import Account, make_account
 from jdllm.planning.asking import could_move, moves_for
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.card import Card
+from jdllm.planning.layered import CACHES, Layered, LayeredPlan, longest_layered, plan_layered
 from jdllm.planning.offloading import account_with_offloading, longest_offloaded, plan_offloaded
 from jdllm.planning.plan import (
     MemoryPlan,
@@ -24,7 +25,7 @@ from jdllm.planning.plan import (
 )
 from jdllm.planning.room import Options, Room, longest_request
 from jdllm.planning.sharing import Sharing
-from jdllm.planning.step_time import step_time
+from jdllm.planning.step_time import StepTime, layered_time, step_time
 
 
 class Longest(NamedTuple):
@@ -114,6 +115,13 @@ class StepQuestion:
         """The context of a plan, and how long its step takes."""
         return Longest(plan.context, step_time(self.workload, plan, self.card.target).seconds)
 
+    def beyond_pool(self, engine: Account) -> Layered | None:
+        """What plans of requests need that the pool of an engine cannot hold, and that run layer by layer;
+        `None` where no requests with this cache do."""
+        if self.workload.cache_policy not in CACHES:
+            return None
+        return Layered.of_account(self.workload.config, self.workload.dtype, engine)
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -124,7 +132,10 @@ class Report:
     - `refusal`: why it does not fit; `stop_reason` is "fits", or names what no chunk count lowers further.
     - `longest`, `on_device`: with host memory as the budget has it, and without.
     - `engine`: the account of an engine in this budget, or `None` where not even its smallest step fits.
-    - `options`: what `LLM` has to be asked for so that it takes this context; nothing where its defaults do.
+    - `options`: what `LLM` has to be asked for so that it takes this context, with a cache in its pool;
+      nothing where its defaults do.
+    - `layered`: how a request runs that the pool cannot hold, layer by layer with keys in host memory; `None`
+      where it does not. Then `plan` is of the same step as if it ran at once.
     """
 
     question: StepQuestion
@@ -135,6 +146,22 @@ class Report:
     on_device: Longest
     engine: Account | None
     options: Options
+    layered: LayeredPlan | None = None
+
+    @property
+    def time(self) -> StepTime:
+        """How long the step takes."""
+        workload, target = self.workload, self.card.target
+        if self.layered is None or self.engine is None:
+            return step_time(workload, self.plan, target)
+        return layered_time(workload, self.plan, self.layered, self.engine.streamed, target)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the step."""
+        if self.layered is None or self.engine is None:
+            return self.plan.host_bytes
+        return self.layered.host_bytes + self.engine.streamed
 
     @property
     def workload(self) -> Workload:
@@ -211,15 +238,13 @@ def _cached(asked: StepQuestion) -> Report:
     sharing = None if engine is None else engine.sharing
     longest = on_device = Longest(0, 0.0)
     if engine is not None:
-        longest = _longest_cached(asked, engine, longest, moving=False)
-        on_device = on_device if engine.offloaded else longest
-        if asked.moves_layers:
-            longest = _longest_cached(asked, engine, longest, moving=True)
+        if not engine.offloaded:
+            on_device = _longest_cached(*_without_host(asked, engine), longest)
+        longest = _longest_cached(asked, engine, on_device)
     context = asked.context if asked.context is not None else max(1, longest.context)
     taking = None if engine is None else taking_of(asked, engine, context)
     if taking is not None:
-        found = _beside(asked, context, taking.engine)
-        return Report(asked, found, None, "fits", longest, on_device, *taking)
+        return _reported(asked, context, taking, longest, on_device)
     if sharing is not None:
         needed = room_of(workload, context).least_memory(dataclasses.replace(sharing, context=context))
     else:
@@ -228,41 +253,68 @@ def _cached(asked: StepQuestion) -> Report:
     return _refused(asked, context, needed, "the KV pool", longest, on_device, engine, [])
 
 
-def _longest_cached(asked: StepQuestion, engine: Account, known: Longest, *, moving: bool) -> Longest:
+def _without_host(asked: StepQuestion, engine: Account) -> tuple[StepQuestion, Account]:
+    """A question and its engine, which has all layers on the device, without host memory."""
+    assert engine.budget is not None  # the engine of a question has one
+    budgets = [dataclasses.replace(budget, host=0) for budget in (asked.budget, engine.budget)]
+    return dataclasses.replace(asked, budget=budgets[0]), dataclasses.replace(engine, budget=budgets[1])
+
+
+def _longest_cached(asked: StepQuestion, engine: Account, known: Longest) -> Longest:
     """The longest request that an engine takes, which may need options.
 
     Arguments:
     - `known`: one that it takes.
-    - `moving`: whether a context that is asked for may move layers to host memory.
     """
     workload, sharing = asked.workload, engine.sharing
     assert sharing is not None  # an engine in a budget has one
-    roomiest = asked.tried(offloaded=most_offloaded(workload.config)) if moving else None
+    roomiest = asked.tried(offloaded=most_offloaded(workload.config)) if asked.moves_layers else None
+    beyond = asked.beyond_pool(engine)
+    layered = 0 if beyond is None else longest_layered(beyond, 0)
 
     def taken(context: int) -> bool:
-        if context <= known.context or _options(workload, sharing, context) is not None:
+        if context <= max(known.context, layered) or _options(workload, sharing, context) is not None:
             return True
         return roomiest is not None and could_move(engine, roomiest, room_of(workload, context))
 
     most = longest_request(taken)
     taking = taking_of(asked, engine, most) if most > known.context else None
-    return known if taking is None else asked.taking(_beside(asked, most, taking.engine))
+    if taking is None:
+        return known
+    return Longest(most, _reported(asked, most, taking, known, known).time.seconds)
+
+
+def _reported(
+    asked: StepQuestion, context: int, taking: "Taking", longest: Longest, on_device: Longest
+) -> Report:
+    """The report of a request that fits."""
+    found = _beside(asked, context, taking.engine) if taking.layered is None else asked.plan(context)
+    return Report(asked, found, None, "fits", longest, on_device, *taking)
 
 
 class Taking(NamedTuple):
-    """An engine that takes a request, and what has to be asked for so that `LLM` makes this engine."""
+    """An engine that takes a request, what has to be asked for so that `LLM` makes this engine, and how the
+    request runs if not in the pool."""
 
     engine: Account
     options: Options
+    layered: LayeredPlan | None = None
 
 
 def taking_of(asked: StepQuestion, engine: Account, context: int) -> Taking | None:
-    """What takes a request of `context` tokens; `None` where only more memory helps. A context that is asked
-    for may move layers to host memory."""
+    """What takes a request of `context` tokens; `None` where only more memory helps.
+
+    The request is in the pool where options make the room for it. Otherwise it runs layer by layer, or a
+    context that is asked for moves layers to host memory.
+    """
     workload = asked.workload
     options = None if engine.sharing is None else _options(workload, engine.sharing, context)
     if options is not None:
         return Taking(asked.account(**_sizes(options)) if options else engine, options)
+    beyond = asked.beyond_pool(engine)
+    layered = None if beyond is None else plan_layered(beyond, context, 0)
+    if layered is not None:
+        return Taking(engine, {}, layered)
     other = moves_for(engine, room_of(workload, context)) if asked.moves_layers else None
     return None if other is None else Taking(*other)
 

@@ -187,7 +187,7 @@ def _kept_lengths(prefilling: Prefilling, question: Question) -> list[int]:
     """Tokens of the longest chunks, as many as are kept, the longest first."""
     full, rest = divmod(question.context, prefilling.chunk_length)
     kept = prefilling.kept_of(full + (rest > 0))
-    return [*(prefilling.chunk_length for _ in range(min(full, kept))), rest + 1][:kept]
+    return [*(prefilling.chunk_length for _ in range(min(full, kept))), rest + prefilling.chunk_bos][:kept]
 
 
 def _longest(prefilling: Prefilling, question: Question) -> int:

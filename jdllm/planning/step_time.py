@@ -7,6 +7,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import nbytes
 from jdllm.models.weights import abstract_params, param_bytes, tree_bytes
+from jdllm.planning.layered import LayeredPlan
 from jdllm.planning.plan import MemoryPlan, Workload
 
 
@@ -82,6 +83,21 @@ def step_time(workload: Workload, plan: MemoryPlan, target: str) -> StepTime:
     products = step_flops(config, plan.rows, plan.head_rows) / flops
     seconds = max(products, plan.weights_bytes / rates.bytes, link)
     return StepTime(seconds, flops, rates.measured and not full, link)
+
+
+def layered_time(
+    workload: Workload, plan: MemoryPlan, layered: LayeredPlan, streamed: int, target: str
+) -> StepTime:
+    """The same of a refresh that runs layer by layer, while keys leave for host memory.
+
+    Arguments:
+    - `plan`: of the same step as if it ran at once.
+    - `layered`: how it runs.
+    - `streamed`: bytes of weights that come from host memory.
+    """
+    time = step_time(workload, plan, target)
+    link = max(streamed, layered.host_bytes) / RATES[target].host_bytes
+    return time._replace(seconds=max(time.seconds, link), link_seconds=link)
 
 
 def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:

@@ -15,12 +15,12 @@ from jdllm.planning.blocks import plan_blocks
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.causal import plan_causal
 from jdllm.planning.ladder import MAX_SEGMENTS, denoising_tile_rows, make_ladder
+from jdllm.planning.layered import CACHES
 from jdllm.planning.plan import row_ladder
 from jdllm.planning.prefilling import LongPlan, Question
 from jdllm.planning.room import Options
 from jdllm.planning.search import largest
 from jdllm.planning.sharing import pages_of
-from jdllm.planning.step_time import step_time
 
 REQUESTS = (1024, 4096, 16384)
 """Tokens of the requests that are counted, of which as many as fit run at once."""
@@ -86,13 +86,14 @@ def every_way(asked: StepQuestion, prefilling: Prefilling, question: Question) -
 
 
 def _caches(asked: StepQuestion, engine: Account | None) -> Iterator[Way]:
-    """Each cache policy; those that store as many rows need the same."""
-    found: dict[bool, Way] = {}
+    """Each cache policy; those that store as many rows, and may run layer by layer or not, need the same."""
+    found: dict[tuple[bool, bool], Way] = {}
     for name, policy in POLICIES.items():
-        if policy.scored not in found:
+        kind = policy.scored, name in CACHES
+        if kind not in found:
             retention = asked.workload.retention if policy.scored else None
-            found[policy.scored] = _denoising(_with(asked, name, retention), name, engine)
-        yield found[policy.scored]._replace(name=name)
+            found[kind] = _denoising(_with(asked, name, retention), name, engine)
+        yield found[kind]._replace(name=name)
 
 
 def _with(asked: StepQuestion, cache: str, retention: float | None) -> StepQuestion:
@@ -116,24 +117,34 @@ def _denoising(asked: StepQuestion, name: str, engine: Account | None) -> Way:
     way = Way(name, longest, on_device, at_once, found.context, "", fits, options=report.options)
     if not fits:
         return way
-    time = step_time(report.workload, found, report.card.target)
+    time = report.time
     return way._replace(
         step="refresh" if asked.workload.caches else "full step",
         seconds=time.seconds,
         measured=time.measured,
-        host_bytes=found.host_bytes,
+        host_bytes=report.host_bytes,
         link_seconds=time.link_seconds,
-        cut=(*_away(report), *(f"{part} {count}" for part, count in vars(found.chunks).items() if count > 1)),
+        cut=(*_away(report), *_cut(report)),
     )
 
 
 def _away(report: Report) -> Iterator[str]:
     """What of a step is in host memory."""
     found = report.plan
-    if report.engine is not None and found.streamed_bytes:
+    if report.engine is not None and (found.streamed_bytes or report.layered is not None):
         yield from _layers_away(report.engine)
     if found.tiers is not None:
         yield f"{' and '.join(found.host_tiers)} away"
+    if report.layered is not None:
+        yield from _keys_away(report.workload.config.num_layers - report.layered.layering.kept)
+
+
+def _cut(report: Report) -> Iterator[str]:
+    """Into how many chunks operators are cut."""
+    if report.layered is not None:
+        yield f"{report.layered.layering.chunk} rows at a time"
+        return
+    yield from (f"{part} {count}" for part, count in vars(report.plan.chunks).items() if count > 1)
 
 
 def _layers_away(engine: Account) -> tuple[str, ...]:
@@ -152,9 +163,11 @@ def _whole_at_once(asked: StepQuestion, engine: Account, tokens: int) -> int:
 
 
 def _cached_at_once(asked: StepQuestion, engine: Account, tokens: int) -> int:
-    """Requests with a cache whose pages the pool has."""
+    """Requests with a cache whose pages the pool has; one that runs layer by layer is alone."""
     taking = taking_of(asked, engine, tokens)
-    return 0 if taking is None else _in_pool(taking.engine, asked.workload.stored_rows(tokens))
+    if taking is None or taking.layered is not None:
+        return int(taking is not None)
+    return _in_pool(taking.engine, asked.workload.stored_rows(tokens))
 
 
 def _in_pool(engine: Account, stored: int) -> int:

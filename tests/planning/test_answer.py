@@ -1,6 +1,7 @@
 """What a plan says of a context, and what an engine takes: the same, for whatever is planned."""
 
 import contextlib
+import dataclasses
 import random
 import re
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from jdllm.planning.asking import check_room
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.budget import Budget
 from jdllm.planning.causal import plan_causal
+from jdllm.planning.layered import CACHES
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.planning.plan import Workload
 from jdllm.planning.room import Room
@@ -75,7 +77,8 @@ def check(device: Device, tokens: int, sampling: SamplingParams) -> None:
     fits = report.refusal is None
     assert fits == takes(device, tokens, sampling, **report.options)
     if fits:
-        assert not report.options or not takes(device, tokens, sampling)
+        # What the pool could hold with options may run layer by layer without.
+        assert not report.options or sampling.cache in CACHES or not takes(device, tokens, sampling)
         assert tokens <= row_bucket(report.longest.context + 1)
     else:
         assert "max_context" in dict(device.sizes) or not takes(device, tokens, sampling, max_context=tokens)
@@ -195,7 +198,7 @@ TWELVE = Device("llada-8b", Budget(12 * 1024 * MIB, host=64 * 1024 * MIB), ())
 """Its engine has some layers in host memory, and could have more there."""
 
 
-@pytest.mark.parametrize(("cache", "tokens"), [("dual", 15_296), ("none", 400_000)])
+@pytest.mark.parametrize(("cache", "tokens"), [("prefix", 15_296), ("none", 400_000)])
 def test_a_refusal_says_that_more_layers_in_host_memory_make_room(cache: str, tokens: int):
     sampling = SamplingParams(gen_length=GEN_LENGTH, cache=cache)  # pyright: ignore[reportArgumentType]
     spec = generation_spec(np.full(tokens - GEN_LENGTH, 5, np.int32), sampling, TWELVE.config)
@@ -208,13 +211,13 @@ def test_a_refusal_says_that_more_layers_in_host_memory_make_room(cache: str, to
 
 
 def test_a_refusal_names_more_memory_where_no_layer_is_left():
-    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="prefix")
     spec = generation_spec(np.full(30_000, 5, np.int32), sampling, TWELVE.config)
     with pytest.raises(RequestError, match="set memory='"):
         engine_of(TWELVE).add(spec)
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("cache", ["none", "prefix"])
 def test_a_context_that_fits_beside_few_layers_fits_in_memory_that_just_holds_all(cache: str):
     """In 300 MiB the layers do not fit; in 340 they do, and leave little room for anything else."""
     sampling, longest = SamplingParams(gen_length=GEN_LENGTH, cache=cache), []  # pyright: ignore[reportArgumentType]
@@ -230,8 +233,27 @@ def test_a_context_that_fits_beside_few_layers_fits_in_memory_that_just_holds_al
 def test_a_pool_that_is_asked_for_moves_layers():
     """In 360 MiB full steps of 4864 tokens run beside all layers, but not beside a pool that holds them."""
     device = Device("tall", Budget(360 * MIB, 0, 64 * 1024 * MIB), ())
-    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="prefix")
     report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, 4864, {}))
     assert set(report.options) == {"max_context", "kv_pool"}
     assert takes(device, 4864, sampling, **report.options)
     assert not takes(device, 4864, sampling, max_context=4864)
+
+
+def test_a_request_with_a_dual_cache_runs_layer_by_layer_where_no_pool_holds_it():
+    """Options may make room in the pool, on the device. Beyond, keys are in host memory, without options."""
+    device = Device("tall", Budget(400 * MIB, 0, 64 * 1024 * MIB), ())
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    workload = workload_of(device, sampling)
+    longest = make_report(StepQuestion(workload, CARD, device.budget, None, {}))
+    assert longest.layered is not None
+    assert longest.options == {}
+    assert longest.longest.context > longest.on_device.context
+    assert takes(device, longest.longest.context, sampling)
+    assert not takes(device, row_bucket(longest.longest.context + 1), sampling)
+    assert max(longest.layered.prompt_bytes, longest.layered.token_bytes) <= 400 * MIB
+    assert longest.host_bytes == longest.layered.host_bytes
+    pooled = make_report(StepQuestion(workload, CARD, device.budget, longest.on_device.context, {}))
+    assert pooled.layered is None
+    prefix = dataclasses.replace(workload, cache_policy="prefix")
+    assert make_report(StepQuestion(prefix, CARD, device.budget, None, {})).on_device == longest.on_device
