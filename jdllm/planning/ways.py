@@ -245,7 +245,7 @@ def _causal(asked: StepQuestion, engine: Account | None) -> Iterator[Way]:
 
 
 def _keys_away(layers: int) -> tuple[str, ...]:
-    return (f"keys of {layers} layers away",) if layers else ()
+    return (f"keys of {layers} away",) if layers else ()
 
 
 def _blocks(asked: StepQuestion, engine: Account | None) -> Iterator[Way]:
