@@ -24,7 +24,6 @@ from jdllm.planning.budget import Budget
 from jdllm.planning.causal import plan_causal
 from jdllm.planning.plan import LONGEST, Workload
 from jdllm.planning.prefilling import Question
-from jdllm.planning.step_time import step_time
 from jdllm.planning.ways import Way, every_way
 from jdllm.serving.blocks.request import block_spec
 from jdllm.serving.causal.request import causal_spec
@@ -111,17 +110,19 @@ def test_each_line_is_the_plan_of_its_way_and_what_an_engine_takes(seed: int):
     device = small_device(seed)
     found = ways(device)
     assert list(found) == ["exact", *POLICIES, "prefilling"]
-    for name in ("exact", "dual", "sparse"):
+    for name in ("exact", "prefix", "dual", "sparse"):
         way, cache = found[name], "none" if name == "exact" else name
         report = make_report(question(device, cache))
         assert way.fits == (report.refusal is None)
         assert (way.longest, way.on_device) == (report.longest.context, report.on_device.context)
         if way.fits:
-            time = step_time(report.workload, report.plan, "h200")
+            time = report.time
             assert (way.context, way.options) == (report.plan.context, report.options)
             assert (way.seconds, way.link_seconds, way.measured) == (time.seconds, time.link_seconds, True)
-            assert way.host_bytes == report.plan.host_bytes
+            assert way.host_bytes == report.host_bytes
             cuts = {f"{part} {count}" for part, count in vars(report.plan.chunks).items() if count > 1}
+            if report.layered is not None:
+                cuts = {f"{report.layered.layering.chunk} rows at a time"}
             assert {cut for cut in way.cut if not cut.endswith("away")} == cuts
             assert any(cut.endswith("away") for cut in way.cut) == (way.host_bytes > 0)
         for tokens, count in way.at_once.items():
@@ -129,7 +130,7 @@ def test_each_line_is_the_plan_of_its_way_and_what_an_engine_takes(seed: int):
             assert count == running(device, spec_of(device, tokens, cache), options)
     for tokens, count in found["prefilling"].at_once.items():
         assert count == running(device, long_spec_of(device, tokens), {})
-    assert found["prefix"] == found["dual"]._replace(name="prefix")
+    assert found["prefix"] == found["selective"]._replace(name="prefix")
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
