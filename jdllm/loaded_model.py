@@ -13,7 +13,7 @@ from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
-from jdllm.execution.offload.placement import arriving_bytes
+from jdllm.execution.offload.placement import arriving_bytes, host_weight_bytes
 from jdllm.models.adapter import DraftAdapter
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint, read_config
@@ -44,7 +44,8 @@ class LoadedModel:
         """Bytes of weights on the device, layers that arrive there included; on several cards on each."""
         here = {name: node for name, node in self.params.items() if name != HOST_LAYERS}
         config, dtype = self.config, dtypes_of(self.params).weights
-        arriving = arriving_bytes(config, dtype, config.offloaded)
+        streamed = host_weight_bytes(config, dtype, config.offloaded)
+        arriving = arriving_bytes(streamed, config.offloaded)
         return card_bytes(here) + arriving + (0 if self.adapter is None else self.adapter.bytes)
 
 

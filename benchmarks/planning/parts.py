@@ -1,7 +1,7 @@
 """Evidence for the memory planner: what fits, how fast it plans, and whether a card agrees.
 
 Run as `python3 -m benchmarks plan --part lmax [--out DIR]`. The parts `lmax`, `cards`, `latency`,
-`average` and `ablation` need no card; the others do.
+`average`, `ablation` and `mini_sequences` need no card; the others do.
 """
 
 import functools
@@ -18,6 +18,7 @@ from benchmarks.cases import case_parser
 from benchmarks.planning import card
 from benchmarks.planning.ablation import ablation
 from benchmarks.planning.card import Row
+from benchmarks.planning.mini_sequences import mini_sequences
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
@@ -233,6 +234,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "latency_exact": latency_exact,
     "average": average,
     "ablation": ablation,
+    "mini_sequences": mini_sequences,
     "error": card.error,
     "cost": card.cost,
     "lazy": card.lazy,

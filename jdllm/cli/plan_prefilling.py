@@ -17,7 +17,7 @@ def stage_facts(plan: LongPlan) -> dict[str, Any]:
         "seconds_at_measured_rates": plan.measured,
         "fits": plan.lacking is None,
         "weights_bytes": plan.account.weights,
-        "request_pages": sum(s.stored_rows for s in plan.stages if s.name == "build") // PAGE_ROWS,
+        "request_pages": plan.pages,
         "context_pages": context_rows(plan.prefilling, plan.question) // PAGE_ROWS,
         "pool_pages": plan.account.pages - 1,
         "peak_bytes": plan.peak_bytes,

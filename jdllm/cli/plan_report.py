@@ -11,16 +11,18 @@ import jax
 from jdllm.byte_sizes import format_bytes
 from jdllm.cli.options import as_option, in_option_words
 from jdllm.cli.plan_parts import streamed_line
+from jdllm.errors import ConfigError
 from jdllm.planning.account import Account
 from jdllm.planning.answer import Longest, Report, room_of
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD
 from jdllm.planning.checks.compiler import compiler_temp_bytes
+from jdllm.planning.layered import LayeredPlan
 from jdllm.planning.plan import Workload
 from jdllm.planning.report import Frame, format_peak_table, timeline
 from jdllm.planning.room import longest_request
 from jdllm.planning.search import search
 from jdllm.planning.sharing import pages_of
-from jdllm.planning.step_time import format_seconds, step_time
+from jdllm.planning.step_time import RATES, estimated, format_seconds
 from jdllm.planning.templates import step_template
 from jdllm.planning.tier_template import tier_template
 
@@ -38,7 +40,8 @@ def compiled_bytes(report: Report) -> int | None:
 def facts(report: Report, compiled: int | None) -> dict[str, Any]:
     """The report as one JSON object."""
     found, activation = report.plan, report.plan.activation
-    estimate = step_time(report.workload, found, report.card.target)
+    estimate, layered = report.time, report.layered
+    peak = found.peak_bytes if layered is None else max(layered.prompt_bytes, layered.token_bytes)
     return {
         "target": report.card.target,
         "card": report.card.name,
@@ -50,8 +53,8 @@ def facts(report: Report, compiled: int | None) -> dict[str, Any]:
         "head_rows": found.head_rows,
         "positions": report.positions,
         "budget_bytes": report.budget.device,
-        "needed_bytes": found.peak_bytes if report.refusal is None else report.refusal.needed_bytes,
-        "peak_bytes": found.peak_bytes,
+        "needed_bytes": peak if report.refusal is None else report.refusal.needed_bytes,
+        "peak_bytes": peak,
         "weights_bytes": found.weights_bytes,
         "kv_pool_bytes": found.kv_pool_bytes,
         "verifier_bytes": report.question.verifier,
@@ -62,7 +65,7 @@ def facts(report: Report, compiled: int | None) -> dict[str, Any]:
         "peak_to_average": activation.peak_to_average,
         "chunks": dataclasses.asdict(found.chunks),
         "host_tiers": found.host_tiers,
-        "host_bytes": found.host_bytes,
+        "host_bytes": report.host_bytes,
         "host_budget_bytes": report.budget.host,
         "offloaded_layers": 0 if report.engine is None else report.engine.offloaded,
         "streamed_bytes": found.streamed_bytes,
@@ -71,6 +74,7 @@ def facts(report: Report, compiled: int | None) -> dict[str, Any]:
         "step_seconds_at_measured_rate": estimate.measured,
         "plan_seconds": found.seconds,
         "options": dict(report.options),
+        "layered": None if layered is None else layered._asdict() | {"layering": layered.layering._asdict()},
         "max_context": report.longest.context,
         "max_context_step_seconds": report.longest.seconds,
         "max_context_without_host_tiers": report.on_device.context,
@@ -119,6 +123,8 @@ def _longest_cached(workload: Workload, account: Account) -> int:
 
 def describe(report: Report) -> str:
     """The verdict, where the bytes go, how the step is cut, and the tensors at the peak."""
+    if report.layered is not None:
+        return _layer_by_layer(report, report.layered)
     found, verifier = report.plan, report.question.verifier
     account = {
         "weights": format_bytes(found.weights_bytes),
@@ -145,7 +151,7 @@ def describe(report: Report) -> str:
         )
     lines = [
         *_verdict(report),
-        f"a full step takes {step_time(report.workload, found, report.card.target)}",
+        f"a full step takes {report.time}",
         "",
         *[f"{name:<12}{size:>12}  {notes.get(name, '')}".rstrip() for name, size in account.items()],
         "",
@@ -156,6 +162,25 @@ def describe(report: Report) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _layer_by_layer(report: Report, layered: LayeredPlan) -> str:
+    """The verdict of a request that the pool cannot hold, and where its keys are."""
+    layers, layering, target = report.workload.config.num_layers, layered.layering, report.card.target
+    rates = RATES[target]
+    passing = estimated(layered.streamed_bytes / rates.host_bytes, rates.measured)
+    context, device = _tokens(report, report.plan.context), max(layered.prompt_bytes, layered.token_bytes)
+    lines = [
+        f"fits on {target}, layer by layer: {context} need {format_bytes(device)} of the device's"
+        f" {format_bytes(report.budget.device)} and {format_bytes(report.host_bytes)} of"
+        f" {format_bytes(report.budget.host)} host memory",
+        f"a refresh takes {report.time}",
+        f"{layering.chunk} rows of a layer at a time; keys of {layers - layering.kept} of {layers} layers"
+        " leave for host memory meanwhile",
+        f"then {format_bytes(layered.back_bytes)} come back, and {format_bytes(layered.streamed_bytes)} pass"
+        f" through the device in every other step, in {passing}",
+    ]
+    return "\n".join([*lines, ""])
 
 
 def _verdict(report: Report) -> list[str]:
@@ -179,6 +204,11 @@ def _verdict(report: Report) -> list[str]:
 def compared(report: Report, compiled: int | None, asked: bool) -> str:
     """The predicted activations beside those of the compiler, and the longest contexts."""
     planned = report.plan.activation.peak_bytes
+    longest = [f"longest context: {_longest(report, report.longest)}"]
+    if report.longest != report.on_device:
+        longest.append(f"longest context without host memory: {_longest(report, report.on_device)}")
+    if report.layered is not None:
+        return "\n".join(longest)
     if compiled is not None:
         compiler = f"{format_bytes(compiled)} (plan {planned / compiled - 1:+.1%})"
     elif not asked:
@@ -187,14 +217,8 @@ def compared(report: Report, compiled: int | None, asked: bool) -> str:
         compiler = "not checked (with host tiers the step is many executables)"
     else:
         compiler = "not checked (needs the cuda13 or the cuda12 extra)"
-    lines = [
-        f"predicted peak of activations: {format_bytes(planned)}",
-        f"compiler: {compiler}",
-        f"longest context: {_longest(report, report.longest)}",
-    ]
-    if report.longest != report.on_device:
-        lines.append(f"longest context without host memory: {_longest(report, report.on_device)}")
-    return "\n".join(lines)
+    lines = [f"predicted peak of activations: {format_bytes(planned)}", f"compiler: {compiler}"]
+    return "\n".join([*lines, *longest])
 
 
 def describe_engine(report: Report) -> str:
@@ -236,6 +260,10 @@ def _beyond(report: Report, context: int) -> str:
 
 def draw(report: Report, path: Path, memory: str | None) -> None:
     """The timeline of the plan below that of the same step with nothing cut; `memory` as it was typed."""
+    if report.layered is not None:
+        raise ConfigError(
+            "--plot draws a step that runs at once, and this one runs layer by layer: leave it out"
+        )
     workload, found, verifier = report.workload, report.plan, report.question.verifier
     config, kind, dims = workload.config, workload.kind, {"T": found.rows, "M": found.head_rows}
     template = step_template(config, kind)

@@ -164,6 +164,15 @@ class Prefilling:
         """Whether the first token of a chunk is kept in any case: it begins the chunk, not the text in it."""
         return self.keep_bos and self.chunk_bos
 
+    @property
+    def drafted(self) -> int:
+        """Tokens of an answer that is drafted."""
+        return self.draft_length if self.score == "draft" else 0
+
+    def kept_of(self, chunks: int) -> int:
+        """How many of so many chunks are kept."""
+        return min(self.chunks_kept + self.keep_first_chunk, chunks)
+
     def changed(self, **options: Any) -> Self:
         """A copy with other values; raises `RequestError` as the class itself does."""
         return type(self)(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | options)

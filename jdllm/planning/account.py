@@ -9,15 +9,14 @@ import math
 from collections.abc import Mapping
 
 from jdllm.byte_sizes import format_bytes
-from jdllm.errors import ConfigError, NoRoomError
-from jdllm.execution.offload.placement import LAYERS_ON_DEVICE, device_weight_bytes, host_weight_bytes
+from jdllm.errors import ConfigError
+from jdllm.execution.offload.placement import arriving_bytes, device_weight_bytes, host_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
 from jdllm.planning.budget import Budget, StepRoom
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import LONGEST, rungs
-from jdllm.planning.room import Options, Room
 from jdllm.planning.sharing import Sharing, less, rounded
 from jdllm.planning.step_needs import StepNeeds, compiled_rows
 
@@ -71,7 +70,7 @@ class Account:
     def arriving(self) -> int:
         """Bytes of `weights` for layers on their way from host memory, which the compiler counts among the
         temporaries of a step."""
-        return LAYERS_ON_DEVICE * self.streamed // max(1, self.offloaded)
+        return arriving_bytes(self.streamed, self.offloaded)
 
     @property
     def pool_bytes(self) -> int:
@@ -82,25 +81,6 @@ class Account:
     def largest_step(self) -> int:
         """Bytes of the largest step."""
         return max(self.steps.values())
-
-    def check_room(self, rows: int, pages: int) -> None:
-        """Raise `NoRoomError` for a request with a cache that has no room, and say which options make it.
-
-        Arguments:
-        - `rows`: packed rows of its largest step, as they are compiled.
-        - `pages`: of the pool that it needs at most.
-        """
-        if pages < self.pages and rows <= self.max_refresh:
-            return
-        lacks = f"has a step of {rows} rows, and at most {self.max_refresh} fit beside the KV pool"
-        if pages >= self.pages:
-            lacks = f"needs {pages} pages of the KV pool, which has {self.pages - 1}"
-        options: Options = {"kv_pool": (pages + 1) * self.page_bytes}
-        if self.sharing is not None:
-            options = Room(rows, pages * PAGE_ROWS).options(self.sharing)
-        named = " and ".join(f"{name}={value!r}" for name, value in options.items())
-        more = "" if "max_num_batched_tokens" in options else " or more"
-        raise NoRoomError(f"a request {lacks}: set {named}{more}, or shorten its prompt or its generation")
 
     def step_room(self, rows: int) -> StepRoom | None:
         """The room for a step of so many packed rows; `None` where there is no budget.

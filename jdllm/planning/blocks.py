@@ -19,6 +19,8 @@ class BlocksPlan(NamedTuple):
     - `evaluation_bytes`: that an evaluation of one block reads: stored keys at that length, and what
       `weights_read` counts. `evaluation_seconds`: the least time that these bytes take, or layers from host
       memory.
+    - `prefill_transfer_seconds`, `transfer_seconds`: of the prompt's time and of an evaluation's, for layers
+      from host memory.
     - `peak_bytes`: of the device.
     - `longest`: tokens of the longest prompt.
     - `measured`: whether `prefill_seconds` is at a rate that was measured.
@@ -32,6 +34,8 @@ class BlocksPlan(NamedTuple):
     prefill_seconds: float
     evaluation_bytes: float
     evaluation_seconds: float
+    prefill_transfer_seconds: float
+    transfer_seconds: float
     peak_bytes: int
     longest: int
     measured: bool
@@ -65,6 +69,8 @@ def plan_blocks(workload: Workload, account: Account, target: str, prompt: int |
         prefill_seconds=max(parts * streamed, prefill_seconds(workload, rates, tokens, parts)),
         evaluation_bytes=read,
         evaluation_seconds=max(streamed, read / rates.bytes),
+        prefill_transfer_seconds=parts * streamed,
+        transfer_seconds=streamed,
         peak_bytes=account.weights + overhead + account.pool_bytes + account.largest_step,
         longest=longest,
         measured=rates.measured and dtype != "float32",

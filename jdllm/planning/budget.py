@@ -64,20 +64,28 @@ class MemoryBudgetError(DoesNotFitError):
     - `available_bytes`: the budget.
     - `max_context`: the longest context that fits, in tokens; 0 where not even the weights do.
     - `longest`: which contexts that one is the longest of.
+    - `helps`: an option that makes room without more memory, as `max_context=40960`; `None` where none does.
     """
 
     def __init__(
-        self, what: str, needed_bytes: int, available_bytes: int, max_context: int, longest: str = "context"
+        self,
+        what: str,
+        needed_bytes: int,
+        available_bytes: int,
+        max_context: int,
+        longest: str = "context",
+        helps: str | None = None,
     ):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.max_context = max_context
-        self._made_of = what, needed_bytes, available_bytes, max_context, longest
+        self._made_of = what, needed_bytes, available_bytes, max_context, longest, helps
         fitting = f"the longest {longest} that fits is {max_context} tokens"
         super().__init__(
             f"{what} needs at least {format_bytes(needed_bytes, math.ceil)} on the device, weights included,"
             f" and the budget is {format_bytes(available_bytes, math.floor)}:"
             f" {fitting if max_context else f'no {longest} fits'}"
+            f"{f'; set {helps}, so that more layers are in host memory' if helps else ''}"
         )
 
     def __reduce__(self) -> tuple[type, tuple]:

@@ -17,9 +17,9 @@ class CausalPlan(NamedTuple):
     - `layered`: how they have it where the KV pool is too small; `None` where it is not, or nothing fits.
     - `parts`: in which the prompt is evaluated; `rows`: of the largest.
     - `prefill_seconds`: to the first token; `back_seconds`: until keys are back on the device before the
-      second; `token_seconds`: to each further one, at that length. Transfers of keys and weights from host
-      memory take `transfer_seconds`. Estimates from arithmetic and bytes; of a token in a dispatch of its
-      own.
+      second; `token_seconds`: to each further one, at that length. Of these, transfers of weights from host
+      memory take `prefill_transfer_seconds`, and transfers of keys and weights `transfer_seconds`. Estimates
+      from arithmetic and bytes; of a token in a dispatch of its own.
     - `prefill_measured`, `token_measured`: whether they are at rates that were measured.
     - `peak_bytes`: of the device; `host_bytes`: of pinned host memory.
     - `longest`: tokens of the longest prompt in the pool; `longest_layered`: of the longest that has room at
@@ -35,6 +35,7 @@ class CausalPlan(NamedTuple):
     back_seconds: float
     token_seconds: float
     transfer_seconds: float
+    prefill_transfer_seconds: float
     peak_bytes: int
     host_bytes: int
     longest: int
@@ -69,18 +70,18 @@ def plan_causal(
     peak = account.weights + overhead + account.pool_bytes + account.largest_step
     weights = account.streamed / rates.host_bytes
     streamed = weights + (0.0 if layered is None else layered.streamed_bytes / rates.host_bytes)
+    read = weights * (parts if layered is None else 1)
     return CausalPlan(
         prompt=tokens,
         fits=0 < tokens <= longest or layered is not None,
         layered=layered,
         parts=parts,
         rows=min(tokens, chunk),
-        prefill_seconds=max(
-            weights * (parts if layered is None else 1), prefill_seconds(workload, rates, tokens, parts)
-        ),
+        prefill_seconds=max(read, prefill_seconds(workload, rates, tokens, parts)),
         back_seconds=0.0 if layered is None else layered.back_bytes / rates.host_bytes,
         token_seconds=max(streamed, _token_seconds(workload, account, rates, tokens)),
         transfer_seconds=streamed,
+        prefill_transfer_seconds=read,
         peak_bytes=peak if layered is None else max(layered.prompt_bytes, layered.token_bytes),
         host_bytes=account.streamed + (0 if layered is None else layered.host_bytes),
         longest=longest,

@@ -112,6 +112,10 @@ class Ladder:
         few = [entry.head_rows for entry in self.refresh if entry.head_rows < entry.rows]
         return max(few, default=self.refresh[-1].head_rows)
 
+    def shared_rows(self, max_num_batched_tokens: int) -> int:
+        """Rows of whole sequences that share one step, in an engine whose steps have at most so many."""
+        return min(max_num_batched_tokens, self.full[-1].rows)
+
     @property
     def tiles(self) -> int:
         """Tiles of the largest step of rows that reuse."""
@@ -144,6 +148,11 @@ def make_ladder(max_num_batched_tokens: int, *, tile_rows: int = TILE_ROWS) -> L
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
     return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)), tile_rows=tile_rows)
+
+
+def denoising_tile_rows(*, shifted: bool) -> int:
+    """Rows of a tile of a model that sees all tokens, and whose logits are shifted or not."""
+    return SHIFTED_TILE_ROWS if shifted else TILE_ROWS
 
 
 def block_tile_rows(block_length: int) -> int:

@@ -27,6 +27,9 @@ CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)
 """Rows of a layer that are computed at a time, the most first: below some thousand the weights are read too
 often."""
 
+CACHES = ("dual",)
+"""Cache policies whose requests run so where the KV pool cannot hold them."""
+
 _IN_FLIGHT = 2
 _LEAST_GENERATED = 16
 _BLOCKS = 32 << 20

@@ -71,8 +71,11 @@ def account_with_offloading(
             found = account(offloaded=offloaded)
         except ConfigError:
             return False
-        stored = kv_pool is not None or (found.max_refresh >= longest and found.pages > pages_of(longest))
-        return stored and found.rows >= rows and found.max_context >= longest
+        # A pool that was asked for may be small, where nobody needs keys of the longest sequence.
+        least = longest if kv_pool is None else longest // 4
+        stored, refreshed = found.pages > pages_of(least), found.max_refresh >= longest
+        kept = stored and refreshed if kv_pool is None else refreshed or not stored
+        return kept and found.rows >= rows and found.max_context >= longest
 
     most = most_offloaded(config)
     enough = 1 + bisect.bisect_left(range(1, most), True, key=has_room)

@@ -283,6 +283,7 @@ def refusal(
     what: str | None = None,
     surplus: int = 0,
     compiled: int = 0,
+    helps: str | None = None,
 ) -> MemoryBudgetError:
     """The error for a step that does not fit.
 
@@ -292,6 +293,7 @@ def refusal(
     - `what`: the step, by default by its rows.
     - `surplus`: bytes that the compiler asks for beyond the plan.
     - `compiled`: bytes of the room that the compiler asks for, where it was asked.
+    - `helps`: of `MemoryBudgetError`.
     """
     left = room._replace(device=room.device - surplus)
     needed = max(compiled, surplus + least_room(workload, bucket, left, tiers))
@@ -301,6 +303,7 @@ def refusal(
         room.held + needed,
         room.held + room.device,
         longest_context(alike, left, tiers),
+        helps=helps,
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdllm.decoding.prefilling import Prefilling
@@ -83,13 +84,24 @@ class LongPlan:
     def lacking(self) -> str | None:
         """What the engine has no room for, in words; `None` where all stages fit."""
         most, pages = self.account.max_refresh, self.account.pages - 1
-        for stage in self.stages:
-            if stage.rows > most:
-                return f"the stage {stage.name} has {stage.rows} rows, and at most {most} fit"
-            if stage.stored_rows > pages * PAGE_ROWS and stage.name == "build":
-                needed = stage.stored_rows // PAGE_ROWS
-                return f"a request needs {needed} pages of the KV pool, which has {pages}"
+        rows = _question_rows(self.workload, self.prefilling, self.question)
+        rows = rows if rows <= self.account.rows else row_bucket(rows)
+        if rows > most:
+            return f"a question has a step of {rows} rows, and at most {most} fit"
+        if self.pages > pages:
+            return f"a question needs {self.pages} pages of the KV pool, which has {pages}"
         return None
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool that a question needs."""
+        return sum(stage.stored_rows for stage in self.stages if stage.name == "build") // PAGE_ROWS
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Of the whole time, for layers that come from host memory."""
+        evaluations = sum(stage.evaluations for stage in self.stages)
+        return evaluations * self.account.streamed / RATES[self.target].host_bytes
 
 
 def plan_stages(
@@ -106,11 +118,9 @@ def plan_stages(
     """
     plan = _Planned(workload, account, target)
     chunks = -(-question.context // prefilling.chunk_length)
-    kept = min(prefilling.chunks_kept + prefilling.keep_first_chunk, chunks)
-    draft = prefilling.draft_length if prefilling.score == "draft" else 0
-    behind = question.query + draft
-    if not workload.config.logits_shift:
-        behind *= 2
+    lengths = _kept_lengths(prefilling, question)
+    kept = len(lengths)
+    draft, behind = prefilling.drafted, rows_behind(prefilling, question.query, workload.config.logits_shift)
     stages = []
     if draft:
         rounds = 1 if prefilling.draft_steps else prefilling.draft_rounds
@@ -121,16 +131,50 @@ def plan_stages(
     evaluations = -(-chunks // max(1, account.rows // each))
     together = -(-chunks // evaluations)
     score = plan.stage("score", evaluations, together * each, together * behind, each)
-    stages.append(score._replace(seconds=score.seconds * chunks / (together * evaluations)))
+    seconds = max(score.seconds * chunks / (together * evaluations), plan.streaming(evaluations))
+    stages.append(score._replace(seconds=seconds))
     most = prefilling.tokens_kept or prefilling.chunk_length
     if most < longest:
         row = question.instruction + longest + prefilling.retention_window
         count = max(1, account.rows // row)
         stages.append(plan.stage("retain", -(-kept // count), min(kept, count) * row, 0, row))
-    context = kept * min(most, longest)
-    built = question.instruction + context + question.query + question.gen_length
-    stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, context, kept)))
+    kept_rows = [min(most, length) for length in lengths]
+    built = question.instruction + sum(kept_rows) + question.query + question.gen_length
+    stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, kept_rows)))
     return [*stages, plan.steps(question, built)]
+
+
+def rows_behind(prefilling: Prefilling, query: int, shifted: bool) -> int:
+    """Rows behind each chunk where it is scored: a query of so many tokens and the draft.
+
+    Arguments:
+    - `shifted`: whether the logits of the model are shifted. Without a shift a mask stands in for each token
+      too.
+    """
+    scored = query + prefilling.drafted
+    return scored if shifted else 2 * scored
+
+
+def request_rows(
+    prefilling: Prefilling, instruction: int, lengths: Sequence[int], query: int, tokens: int, shifted: bool
+) -> int:
+    """Packed rows of the largest evaluation of a request; chunks are scored as many at a time as fit.
+
+    Arguments:
+    - `instruction`, `query`: tokens before each chunk, and of the query that it is scored with.
+    - `lengths`: tokens of the longest chunks, as many as are kept.
+    - `tokens`: of the query and of the answer.
+    - `shifted`: whether the logits of the model are shifted.
+    """
+    scoring = instruction + max(lengths, default=0) + rows_behind(prefilling, query, shifted)
+    window = min(prefilling.retention_window, query + prefilling.drafted)
+    return max(scoring, instruction + sum(lengths) + tokens + len(lengths) * (instruction + window))
+
+
+def _question_rows(workload: Workload, prefilling: Prefilling, question: Question) -> int:
+    lengths = _kept_lengths(prefilling, question)
+    tokens, shifted = question.query + question.gen_length, workload.config.logits_shift
+    return request_rows(prefilling, question.instruction, lengths, question.query, tokens, shifted)
 
 
 def context_rows(prefilling: Prefilling, question: Question) -> int:
@@ -139,15 +183,23 @@ def context_rows(prefilling: Prefilling, question: Question) -> int:
     return _whole(question.instruction) + chunks * _whole(_longest(prefilling, question))
 
 
+def _kept_lengths(prefilling: Prefilling, question: Question) -> list[int]:
+    """Tokens of the longest chunks, as many as are kept, the longest first."""
+    full, rest = divmod(question.context, prefilling.chunk_length)
+    kept = prefilling.kept_of(full + (rest > 0))
+    return [*(prefilling.chunk_length for _ in range(min(full, kept))), rest + prefilling.chunk_bos][:kept]
+
+
 def _longest(prefilling: Prefilling, question: Question) -> int:
     """Tokens of the longest chunk; a short one grows by the token that begins it, where chunks have one."""
     return min(prefilling.chunk_length, question.context + prefilling.chunk_bos)
 
 
-def _stored(question: Question, context: int, kept: int) -> int:
+def _stored(question: Question, kept: Sequence[int]) -> int:
+    """Rows of the pool for a question, of whose chunks so many rows each are kept."""
     blocks = -(-question.gen_length // question.block_length)
     parts = _whole(question.instruction) + _whole(question.query) + blocks * _whole(question.block_length)
-    return parts + kept * _whole(context // max(kept, 1))
+    return parts + sum(map(_whole, kept))
 
 
 def _whole(rows: int) -> int:
@@ -163,7 +215,11 @@ class _Planned:
         self._workload = dataclasses.replace(workload, cache_policy="dual", max_num_logits=most)
         self._rates = RATES[target]
         self._weights = param_bytes(workload.config, workload.dtype)
-        self._streaming = account.streamed / self._rates.host_bytes
+        self._streamed = account.streamed
+
+    def streaming(self, evaluations: int) -> float:
+        """Seconds in which the layers that are in host memory come to the device, for so many evaluations."""
+        return evaluations * self._streamed / self._rates.host_bytes
 
     def stage(
         self,
@@ -182,7 +238,8 @@ class _Planned:
         segment = segment or rows
         flops = rows / segment * step_flops(config, segment, round(head_rows * segment / rows))
         rate = self._rates.flops_f32 if self._workload.dtype == "float32" else self._rates.flops
-        seconds = evaluations * max(flops / rate, self._weights / self._rates.bytes, self._streaming)
+        computing = evaluations * max(flops / rate, self._weights / self._rates.bytes)
+        seconds = max(computing, self.streaming(evaluations))
         return StagePlan(name, evaluations, rows, needed, stored, seconds)
 
     def steps(self, question: Question, rows: int) -> StagePlan:
@@ -190,4 +247,5 @@ class _Planned:
         page_bytes = pool_bytes(self._workload.config, self._workload.dtype, 1, PAGE_ROWS)
         read = self._weights + page_bytes * rows / PAGE_ROWS
         block = self.stage("answer", question.gen_length, question.block_length, question.block_length)
-        return block._replace(seconds=question.gen_length * max(read / self._rates.bytes, self._streaming))
+        reading = question.gen_length * read / self._rates.bytes
+        return block._replace(seconds=max(reading, self.streaming(question.gen_length)))

@@ -30,7 +30,7 @@ class Room:
 
     def is_in(self, sharing: Sharing) -> bool:
         """Whether a device that is shared out so has the room."""
-        pages = self._pages
+        pages = self.pages
         if not sharing.refreshes(self.rows, pages) or not sharing.pool_fits:
             return False
         shares = sharing.shares
@@ -43,17 +43,17 @@ class Room:
         within = self.options_within(sharing)
         if within is not None:
             return within
-        wide, pages = self._wide(sharing), self._pages
+        wide, pages = self._wide(sharing), self.pages
         enough = dataclasses.replace(wide, asked_pages=None if sharing.asked_pages is None else pages)
-        kv_pool = {} if sharing.asked_pages is None else {"kv_pool": _size(pages * sharing.page_bytes)}
-        return {"memory": _size(self.least_memory(enough)), "max_context": self.rows, **kv_pool}
+        kv_pool = {} if sharing.asked_pages is None else {"kv_pool": in_option(pages * sharing.page_bytes)}
+        return {"memory": in_option(self.least_memory(enough)), "max_context": self.rows, **kv_pool}
 
     def options_within(self, sharing: Sharing) -> Options | None:
         """The same where the memory is enough; `None` where only more memory helps."""
         if self.is_in(sharing):
             return {}
-        pages, wide = self._pages, self._wide(sharing)
-        pool, context = {"kv_pool": _size(pages * sharing.page_bytes)}, {"max_context": self.rows}
+        pages, wide = self.pages, self._wide(sharing)
+        pool, context = {"kv_pool": in_option(pages * sharing.page_bytes)}, {"max_context": self.rows}
         tried: list[tuple[Sharing, Options]] = [(wide, context)]
         if sharing.asked_pages is not None:
             tried.insert(0, (dataclasses.replace(sharing, asked_pages=pages), pool))
@@ -66,7 +66,7 @@ class Room:
         return next((options for changed, options in tried if self.is_in(changed)), None)
 
     @property
-    def _pages(self) -> int:
+    def pages(self) -> int:
         """The least pages of a pool, the scratch page included."""
         return 1 + pages_of(self.stored)
 
@@ -97,6 +97,6 @@ def longest_request(fits: Callable[[int], bool]) -> int:
     return largest(fits, range(most + PAGE_ROWS, row_bucket(most + 1), PAGE_ROWS)) or most
 
 
-def _size(count: int) -> str:
+def in_option(count: int) -> str:
     """A number of bytes as an option has it, none of them lost."""
     return f"{count // _MIB}MiB" if count % _MIB == 0 else str(count)

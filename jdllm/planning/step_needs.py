@@ -97,7 +97,7 @@ class StepNeeds:
 
     def longest_on_device(self, room: StepRoom) -> int:
         """The longest context that fits at every level; 0 where none does."""
-        return min(longest_context(self.workload(level), room) for level in Level)
+        return _longest_on_device(self, room.device)
 
     def longest(self, room: StepRoom) -> int:
         """The longest context that fits by the default workload, with host memory; 0 where none does."""
@@ -120,6 +120,12 @@ def _refresh_fits(needs: StepNeeds, rows: int, device: int) -> bool:
     """`StepNeeds.refresh_fits` with so many bytes of the device; the same ones are asked for repeatedly."""
     room, bucket = StepRoom(device), whole_bucket(rows)
     return all(needs.refresh(bucket, room, level).fits for level in Level)
+
+
+@functools.lru_cache(maxsize=4096)
+def _longest_on_device(needs: StepNeeds, device: int) -> int:
+    """`StepNeeds.longest_on_device` with so many bytes of the device; these are asked for repeatedly."""
+    return min(longest_context(needs.workload(level), StepRoom(device)) for level in Level)
 
 
 def compiled_rows(rows: int) -> int:

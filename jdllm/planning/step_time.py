@@ -7,6 +7,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import nbytes
 from jdllm.models.weights import abstract_params, param_bytes, tree_bytes
+from jdllm.planning.layered import LayeredPlan
 from jdllm.planning.plan import MemoryPlan, Workload
 
 
@@ -48,11 +49,13 @@ the rate of sums in float16, and one direction of 16 lanes of PCIe 4.0 or 5.0. A
 
 class StepTime(NamedTuple):
     """An estimate: `seconds` of a step whose products run at `flops` a second; `measured` says whether steps
-    of jdllm reach the card's rates; otherwise the data sheet gives the rates."""
+    of jdllm reach the card's rates; otherwise the data sheet gives the rates. Transfers from host memory
+    alone take `link_seconds`."""
 
     seconds: float
     flops: float
     measured: bool
+    link_seconds: float = 0.0
 
     def __str__(self) -> str:
         source = "measured" if self.measured else "data-sheet"
@@ -76,12 +79,25 @@ def step_time(workload: Workload, plan: MemoryPlan, target: str) -> StepTime:
     moved = plan.streamed_bytes
     if plan.tiers is not None:
         moved += config.num_layers * max(transfer_bytes(config, plan.tiers, plan.rows, workload.dtype))
-    seconds = max(
-        step_flops(config, plan.rows, plan.head_rows) / flops,
-        plan.weights_bytes / rates.bytes,
-        moved / rates.host_bytes,
-    )
-    return StepTime(seconds, flops, rates.measured and not full)
+    link = moved / rates.host_bytes
+    products = step_flops(config, plan.rows, plan.head_rows) / flops
+    seconds = max(products, plan.weights_bytes / rates.bytes, link)
+    return StepTime(seconds, flops, rates.measured and not full, link)
+
+
+def layered_time(
+    workload: Workload, plan: MemoryPlan, layered: LayeredPlan, streamed: int, target: str
+) -> StepTime:
+    """The same of a refresh that runs layer by layer, while keys leave for host memory.
+
+    Arguments:
+    - `plan`: of the same step as if it ran at once.
+    - `layered`: how it runs.
+    - `streamed`: bytes of weights that come from host memory.
+    """
+    time = step_time(workload, plan, target)
+    link = max(streamed, layered.host_bytes) / RATES[target].host_bytes
+    return time._replace(seconds=max(time.seconds, link), link_seconds=link)
 
 
 def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:

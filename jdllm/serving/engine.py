@@ -10,6 +10,7 @@ from jdllm.compiling.executables import Program
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError, naming
 from jdllm.planning.account import Account
+from jdllm.planning.asking import check_room
 from jdllm.serving.background import Background
 from jdllm.serving.demands import CHEAP, Demand, Kind, Part
 from jdllm.serving.entries import COUNTED, Entries, Entry, Updates, state_of
@@ -52,8 +53,7 @@ class Engine:
     the same tokens. Where the device does not answer any more, `step` raises.
 
     `observe`, where it is set, is called with every part that was collected, by whoever calls `step`; `trace`
-    takes in what the engine does, and is closed with it.
-    `runner`, `pool`, `scheduler` and `parts` can be read as attributes, and `entries`: the requests by id.
+    takes in what the engine does, and is closed with it. `entries` are the requests by id.
     """
 
     observe: Callable[[PartDone], None] | None = None
@@ -120,7 +120,7 @@ class Engine:
         self.parts.check(spec)
         life = self.parts.costs.life(spec)
         if life.pages:
-            self._account.check_room(life.rows, life.pages)
+            check_room(self._account, life.rows, life.pages)
         self.scheduler.check(life)
         self._arrivals.append(Entry(request, request.id if call is None else call, updates, deliver))
         return request.id

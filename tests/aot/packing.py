@@ -2,7 +2,7 @@
 
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
-from jdllm.planning.ladder import SHIFTED_TILE_ROWS, TILE_ROWS, Sizes, make_ladder
+from jdllm.planning.ladder import Sizes, denoising_tile_rows, make_ladder
 from jdllm.serving.denoise.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
@@ -15,7 +15,7 @@ def packed_reuse(asked: list[Request], pages: PageBook, config: ModelConfig) -> 
     for request, stored in zip(asked, refreshed.stored, strict=True):
         assert stored is not None
         request.store(*stored)
-    tile_rows = SHIFTED_TILE_ROWS if config.logits_shift else TILE_ROWS
+    tile_rows = denoising_tile_rows(shifted=config.logits_shift)
     demands = (reuse_demand(request, PAGE_ROWS, tile_rows) for request in asked)
     rows, head_rows, _ = (sum(x) for x in zip(*demands, strict=True))
     entry = Sizes(make_ladder(8192, tile_rows=tile_rows).reuse).choose(rows, head_rows, len(asked))

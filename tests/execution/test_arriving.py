@@ -73,7 +73,7 @@ def test_weights_are_where_they_are_counted(family: str):
         away = sum(leaf.nbytes for leaf in leaves if on_host(leaf))
         assert away == host_weight_bytes(config, "float32", count)
         here = sum(leaf.nbytes for leaf in leaves) - away
-        arriving = arriving_bytes(config, "float32", count)
+        arriving = arriving_bytes(away, count)
         assert device_weight_bytes(config, "float32", count) == here + arriving
         assert arriving == (2 * away // count if count else 0)
     assert device_weight_bytes(config, "float32", 0) == param_bytes(config, "float32")

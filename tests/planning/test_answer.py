@@ -2,99 +2,38 @@
 
 import contextlib
 import dataclasses
-import functools
 import random
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import pytest
 
-from benchmarks.shapes import SHAPES
 from jdllm.byte_sizes import parse_bytes
-from jdllm.compiling.executables import Executables
 from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, JdllmError, RequestError
-from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import HOPPER
 from jdllm.planning.answer import StepQuestion, make_report
+from jdllm.planning.asking import check_room
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.budget import Budget
-from jdllm.planning.card import described_card
 from jdllm.planning.causal import plan_causal
+from jdllm.planning.layered import CACHES
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.planning.plan import Workload
 from jdllm.planning.room import Room
-from jdllm.serving.build import make_engine
-from jdllm.serving.causal.request import causal_spec
-from jdllm.serving.engine import Engine
 from jdllm.serving.spec import generation_spec
+from tests.planning.devices import CARD, GEN_LENGTH, MIB, Device, engine_of, takes
 
 pytestmark = pytest.mark.usefixtures("no_card")
 
-MIB = 2**20
-GEN_LENGTH = 32
-CARD = described_card("h200")
-SMALL = dataclasses.replace(
-    SHAPES["llada-8b"],
-    num_layers=4,
-    hidden_size=512,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    intermediate_size=1536,
-    vocab_size=4096,
-    mask_id=4000,
-    bos_id=1,
-    eos_id=2,
-    eot_id=None,
-)
-MODELS = {**SHAPES, "small": SMALL, "causal": dataclasses.replace(SHAPES["dream-7b"], attention="causal")}
-
-
-class Device(NamedTuple):
-    """A model in a budget, and what an engine was asked for."""
-
-    name: str
-    budget: Budget
-    sizes: tuple[tuple[str, Any], ...]
-
-    @property
-    def config(self) -> ModelConfig:
-        return MODELS[self.name]
-
-
-@functools.cache
-def engine_of(device: Device, **options: Any) -> Engine:
-    """One that nothing is compiled for; raises `ConfigError` where there is none."""
-    account = account_with_offloading(
-        device.config, "bfloat16", device.budget, device=HOPPER, **{**dict(device.sizes), **options}
-    )
-    leaf = jax.ShapeDtypeStruct((1,), np.dtype("bfloat16"))
-    params: Any = {"embed": leaf, "final_norm": leaf}
-    return make_engine(params, device.config, Executables("cpu"), account)
-
-
-def takes(device: Device, tokens: int, sampling: SamplingParams, **options: Any) -> bool:
-    """Whether an engine takes a request of so many tokens."""
-    prompt = np.full(tokens - GEN_LENGTH, 5, np.int32)
-    make = causal_spec if device.config.attention == "causal" else generation_spec
-    spec = make(prompt, sampling, device.config)
-    try:
-        engine = engine_of(device, **{name: parse_bytes(value) for name, value in options.items()})
-        engine.abort(engine.add(spec))
-    except (ConfigError, RequestError):
-        return False
-    return True
-
 
 def some_device(rng: random.Random, hosts: Sequence[int]) -> Device:
-    name = rng.choice(sorted(MODELS))
-    weights = {"small": 40, "llada-8b": 15300, "dream-7b": 14600, "llada-moe-7b": 14100, "causal": 14600}[
-        name
-    ]
+    sizes_of = {"small": 40, "llada-8b": 15300, "dream-7b": 14600, "llada-moe-7b": 14100, "causal": 14600}
+    name = rng.choice(sorted(sizes_of))
+    weights = sizes_of[name]
     unit = 24 if name == "small" else 1024
     mib = int(weights * rng.choice([0.5, 1, 1, 1]) + unit * rng.uniform(0.2, 30))
     host = rng.choice(hosts) * MIB
@@ -138,7 +77,8 @@ def check(device: Device, tokens: int, sampling: SamplingParams) -> None:
     fits = report.refusal is None
     assert fits == takes(device, tokens, sampling, **report.options)
     if fits:
-        assert not report.options or not takes(device, tokens, sampling)
+        # What the pool could hold with options may run layer by layer without.
+        assert not report.options or sampling.cache in CACHES or not takes(device, tokens, sampling)
         assert tokens <= row_bucket(report.longest.context + 1)
     else:
         assert "max_context" in dict(device.sizes) or not takes(device, tokens, sampling, max_context=tokens)
@@ -223,7 +163,7 @@ def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any], lengths: 
         assert account.sharing is not None
         options = dict(Room(tokens, tokens).options(account.sharing))
         with pytest.raises(RequestError) as refused:
-            account.check_room(tokens, tokens // 64)
+            check_room(account, tokens, tokens // 64)
         for name, value in options.items():
             assert f"{name}={value!r}" in str(refused.value)
         if memory := options.pop("memory", None):
@@ -239,3 +179,81 @@ def test_a_plan_of_a_cached_request_names_the_context_that_the_engine_has_to_be_
     assert report.engine is not None
     assert report.engine.max_refresh >= 200_000
     assert report.longest.context > 240_000
+
+
+def test_the_longest_without_host_memory_moves_no_layer():
+    """In 70 MiB the default engine has all layers on the device, and a longer context moves them."""
+    device = Device("small", Budget(70 * MIB, 0, 64 * 1024 * MIB), ())
+    workload = workload_of(device, SamplingParams(cache="sparse"))
+    report = make_report(StepQuestion(workload, CARD, device.budget, None, {}))
+    alone = make_report(StepQuestion(workload, CARD, Budget(70 * MIB, 0, 0), None, {}))
+    assert account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER).offloaded == 0
+    assert report.engine is not None
+    assert report.engine.offloaded > 0
+    assert report.longest.context > report.on_device.context > 0
+    assert report.on_device == alone.longest == alone.on_device
+
+
+TWELVE = Device("llada-8b", Budget(12 * 1024 * MIB, host=64 * 1024 * MIB), ())
+"""Its engine has some layers in host memory, and could have more there."""
+
+
+@pytest.mark.parametrize(("cache", "tokens"), [("prefix", 15_296), ("none", 400_000)])
+def test_a_refusal_says_that_more_layers_in_host_memory_make_room(cache: str, tokens: int):
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache=cache)  # pyright: ignore[reportArgumentType]
+    spec = generation_spec(np.full(tokens - GEN_LENGTH, 5, np.int32), sampling, TWELVE.config)
+    with pytest.raises(JdllmError, match="set max_context=") as refused:
+        engine_of(TWELVE).add(spec)
+    named = re.search(r"set max_context=(\d+)", str(refused.value))
+    assert named is not None
+    assert "memory=" not in str(refused.value)
+    assert takes(TWELVE, tokens, sampling, max_context=int(named[1]))
+
+
+def test_a_refusal_names_more_memory_where_no_layer_is_left():
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="prefix")
+    spec = generation_spec(np.full(30_000, 5, np.int32), sampling, TWELVE.config)
+    with pytest.raises(RequestError, match="set memory='"):
+        engine_of(TWELVE).add(spec)
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix"])
+def test_a_context_that_fits_beside_few_layers_fits_in_memory_that_just_holds_all(cache: str):
+    """In 300 MiB the layers do not fit; in 340 they do, and leave little room for anything else."""
+    sampling, longest = SamplingParams(gen_length=GEN_LENGTH, cache=cache), []  # pyright: ignore[reportArgumentType]
+    for mib in (300, 340):
+        device = Device("tall", Budget(mib * MIB, 0, 64 * 1024 * MIB), ())
+        report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, None, {}))
+        assert takes(device, report.longest.context, sampling, **report.options)
+        longest.append(report.longest.context)
+    assert not takes(device, longest[0], sampling)
+    assert GEN_LENGTH < longest[0] <= longest[1]
+
+
+def test_a_pool_that_is_asked_for_moves_layers():
+    """In 360 MiB full steps of 4864 tokens run beside all layers, but not beside a pool that holds them."""
+    device = Device("tall", Budget(360 * MIB, 0, 64 * 1024 * MIB), ())
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="prefix")
+    report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, 4864, {}))
+    assert set(report.options) == {"max_context", "kv_pool"}
+    assert takes(device, 4864, sampling, **report.options)
+    assert not takes(device, 4864, sampling, max_context=4864)
+
+
+def test_a_request_with_a_dual_cache_runs_layer_by_layer_where_no_pool_holds_it():
+    """Options may make room in the pool, on the device. Beyond, keys are in host memory, without options."""
+    device = Device("tall", Budget(400 * MIB, 0, 64 * 1024 * MIB), ())
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    workload = workload_of(device, sampling)
+    longest = make_report(StepQuestion(workload, CARD, device.budget, None, {}))
+    assert longest.layered is not None
+    assert longest.options == {}
+    assert longest.longest.context > longest.on_device.context
+    assert takes(device, longest.longest.context, sampling)
+    assert not takes(device, row_bucket(longest.longest.context + 1), sampling)
+    assert max(longest.layered.prompt_bytes, longest.layered.token_bytes) <= 400 * MIB
+    assert longest.host_bytes == longest.layered.host_bytes
+    pooled = make_report(StepQuestion(workload, CARD, device.budget, longest.on_device.context, {}))
+    assert pooled.layered is None
+    prefix = dataclasses.replace(workload, cache_policy="prefix")
+    assert make_report(StepQuestion(prefix, CARD, device.budget, None, {})).on_device == longest.on_device

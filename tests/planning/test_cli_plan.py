@@ -40,6 +40,7 @@ KEYS = {
         "max_context_without_host_tiers_step_seconds",
         "engine",
         "options",
+        "layered",
     ),
 }
 
@@ -103,9 +104,23 @@ def test_a_policy_keeps_the_keys_and_values_of_all_layers(llada: Path):
 def test_a_step_with_a_cache_runs_whole_and_on_the_device(llada: Path):
     exact = facts(llada, memory="18GiB")
     assert exact["chunks"]["ffn"] > 1
-    cached = facts(llada, "--cache-policy", "dual", code=3, memory="36GiB", context=131072)
+    cached = facts(llada, "--cache-policy", "prefix", code=3, memory="36GiB", context=131072)
     assert (set(cached["chunks"].values()), cached["host_tiers"]) == ({1}, [])
-    assert 0 < cached["max_context"] == cached["max_context_without_host_tiers"] < 131072
+    assert 0 < cached["max_context_without_host_tiers"] < cached["max_context"] < 131072
+
+
+def test_a_request_beyond_the_pool_runs_layer_by_layer(llada: Path, tmp_path: Path):
+    got = facts(llada, "--cache-policy", "dual", context=65536)
+    layered = got["layered"]
+    assert (got["fits"], got["options"], got["host_bytes"]) == (True, {}, layered["host_bytes"])
+    assert layered["host_bytes"] == (32 - layered["layering"]["kept"]) * 65536 * 2 * 4096 * 2
+    assert got["peak_bytes"] == max(layered["prompt_bytes"], layered["token_bytes"]) <= 24 * GIB
+    output = run(llada, "--cache-policy", "dual", context=65536).stdout
+    assert output.startswith("fits on h200, layer by layer: 65536 tokens (beyond the 4096 positions")
+    assert "of 32 layers leave for host memory meanwhile" in output
+    assert "longest context without host memory: 15808 tokens" in output
+    plot = run(llada, "--cache-policy", "dual", "--plot", str(tmp_path / "a.svg"), context=65536)
+    assert_mistake(plot, "--plot draws a step that runs at once")
 
 
 def test_the_options_reach_the_plan(llada: Path):

@@ -48,7 +48,7 @@ def test_rows_and_pages_are_those_of_a_request(preset: str, context: int, chunk_
     assert -(-spec.stored_rows // PAGE_ROWS) == found["build"].stored_rows // PAGE_ROWS
     lengths = [len(chunk.tokens) for chunk in spec.chunks]
     assert context_rows(prefilling, question) // PAGE_ROWS <= len(lengths) * -(-max(lengths) // PAGE_ROWS) + 1
-    scored = sum(lengths) + len(lengths) * (question.instruction + spec.scored)
+    scored = sum(lengths) + len(lengths) * (question.instruction + question.query + prefilling.drafted)
     assert found["score"].rows <= ROWS
     assert scored <= found["score"].rows * found["score"].evaluations
     assert ("retain" in found) == (preset == "dream_sparse")

@@ -282,7 +282,7 @@ def test_what_a_request_needs_at_most_is_enough(name: str):
     lengths = [len(chunk.tokens) for chunk in spec.chunks]
     rows = [evaluation.rows.size for evaluation in built(case)]
     rows.append(prefix + len(case.scoring_query) + spec.prefilling.draft_length * bool(lengths))
-    rows += [prefix + length + spec.scored for length in lengths]
+    rows += [prefix + length + len(spec.long.scoring_query) + spec.prefilling.drafted for length in lengths]
     rows.append(sum(prefix + len(chunk.tokens) + window for chunk in layout.chunks))
     assert max(rows) <= spec.rows
     assert spec.kept_chunks == len(layout.chunks)

@@ -22,12 +22,13 @@ def host_weight_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: in
     return sum(layer_bytes(config, dtype, layer) for layer in layers)
 
 
-def arriving_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: int) -> int:
-    """Bytes of the device for layers that arrive from host memory."""
-    return LAYERS_ON_DEVICE * host_weight_bytes(config, dtype, offloaded) // max(1, offloaded)
+def arriving_bytes(streamed: int, offloaded: int) -> int:
+    """Bytes of the device for layers that arrive from host memory, where `offloaded` layers have `streamed`
+    bytes there."""
+    return LAYERS_ON_DEVICE * streamed // max(1, offloaded)
 
 
 def device_weight_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: int) -> int:
     """Bytes of weights on the device where so many layers are in host memory, those that arrive included."""
-    away, arriving = (count(config, dtype, offloaded) for count in (host_weight_bytes, arriving_bytes))
-    return param_bytes(config, dtype) - away + arriving
+    away = host_weight_bytes(config, dtype, offloaded)
+    return param_bytes(config, dtype) - away + arriving_bytes(away, offloaded)

@@ -17,6 +17,7 @@ from jdllm.decoding.tiered import denoise_tiered
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.leaf import dtypes_of
 from jdllm.pallas.masked_logits import Level
+from jdllm.planning.asking import helps_full_step
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import StepRoom
 from jdllm.planning.ladder import Entry, Ladder, Sizes
@@ -74,7 +75,8 @@ class FullRunner:
         if room is not None:
             masked = int((spec.tokens == spec.mask_id).sum())
             bucket = Bucket(spec.rows, row_bucket(spec.rows), head_bucket(masked))
-            raise refusal(self.workload(Level.TOP), bucket, room, self._tiers)
+            helps = helps_full_step(self._account, spec.rows)
+            raise refusal(self.workload(Level.TOP), bucket, room, self._tiers, helps=helps)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of whole sequences; with rows in host memory at most one runs."""

@@ -16,7 +16,7 @@ from jdllm.models.leaf import dtypes_of
 from jdllm.planning.buckets import head_bucket
 from jdllm.planning.budget import MemoryBudgetError
 from jdllm.planning.ladder import Entry
-from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
+from jdllm.planning.layered import CACHES, Layered, LayeredPlan, longest_layered, missing, plan_layered
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import pack_forwarded, storable_of
 from jdllm.serving.denoise.cached_runner import step_level, step_static
@@ -46,7 +46,7 @@ class LayeredCacheRunner:
 
     def takes(self, spec: RequestSpec) -> bool:
         """Whether a request needs more than the pool, and could run layer by layer."""
-        if self._model is None or type(spec) is not RequestSpec or spec.sampling.cache != "dual":
+        if self._model is None or type(spec) is not RequestSpec or spec.sampling.cache not in CACHES:
             return False
         return spec.sampling.suffix_window is None and len(spec.tokens) > self._fits
 

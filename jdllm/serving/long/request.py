@@ -17,6 +17,7 @@ from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
+from jdllm.planning.prefilling import request_rows, rows_behind
 from jdllm.prefilling.chunks import Chunk, cut
 from jdllm.prefilling.layout import Layout
 from jdllm.prefilling.prefilled import Prefilled
@@ -62,28 +63,21 @@ class LongSpec(RequestSpec):
     @property
     def kept_chunks(self) -> int:
         """How many chunks will be kept."""
-        most = self.prefilling.chunks_kept + self.prefilling.keep_first_chunk
-        return min(most, len(self.chunks))
-
-    @property
-    def scored(self) -> int:
-        """Rows behind each chunk: the query that it is scored with, and the draft."""
-        draft = self.prefilling.draft_length if self.prefilling.score == "draft" else 0
-        return len(self.long.scoring_query) + draft
+        return self.prefilling.kept_of(len(self.chunks))
 
     @property
     def behind(self) -> int:
         """Rows behind each chunk where it is scored; without a shift a mask stands in for each token too."""
-        return self.scored if self.shifted else 2 * self.scored
+        return rows_behind(self.prefilling, len(self.long.scoring_query), self.shifted)
 
     @property
     def rows(self) -> int:
         """Packed rows of its largest evaluation; chunks are scored as many at a time as fit."""
-        prefix, lengths = len(self.long.instruction), [len(chunk.tokens) for chunk in self.chunks]
-        longest = max(lengths, default=0)
-        chunks = sum(sorted(lengths, reverse=True)[: self.kept_chunks])
-        apart = self.kept_chunks * (prefix + min(self.prefilling.retention_window, self.scored))
-        return max(prefix + longest + self.behind, prefix + chunks + len(self.tokens) + apart)
+        lengths = sorted((len(chunk.tokens) for chunk in self.chunks), reverse=True)[: self.kept_chunks]
+        instruction, query = len(self.long.instruction), len(self.long.scoring_query)
+        return request_rows(
+            self.prefilling, instruction, lengths, query, len(self.tokens), shifted=self.shifted
+        )
 
     @property
     def positions(self) -> int:

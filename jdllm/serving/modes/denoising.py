@@ -12,7 +12,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.ladder import SHIFTED_TILE_ROWS, TILE_ROWS, make_ladder
+from jdllm.planning.ladder import denoising_tile_rows, make_ladder
 from jdllm.planning.plan import LONGEST
 from jdllm.serving.adaptive.runner import AdaptiveRunner
 from jdllm.serving.adaptive.verifier import check_verifiable
@@ -60,7 +60,7 @@ class Denoising:
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account = model.account
-        tile_rows = SHIFTED_TILE_ROWS if model.config.logits_shift else TILE_ROWS
+        tile_rows = denoising_tile_rows(shifted=model.config.logits_shift)
         ladder = make_ladder(account.rows, tile_rows=tile_rows)
         preparation = Preparation(model)
         full = FullRunner(
@@ -108,7 +108,7 @@ class Denoising:
             filled={Kind.REFRESH: ladder.refresh},
             longest=account.longest if extras.chunks is None else LONGEST,
             beside_pool=account.max_context,
-            whole_rows=min(account.rows, ladder.full[-1].rows),
+            whole_rows=ladder.shared_rows(account.rows),
             compiled_shared=[layers],
             held=layers.holding,
             set_aside=layers.set_aside,
