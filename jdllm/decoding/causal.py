@@ -87,10 +87,10 @@ def prefill(
     - `batch`: the parts; the head rows are the last ones of prompts that end, plain ones first.
     - `storage`, `seen`: what the parts store, and which stored rows they see.
     - `pool`: keys and values of all requests.
-    - `plain`: how many head rows have no filter and are not listed.
+    - `plain`: how many head rows have no control and no filter and are not listed.
     - `penalty`: of the ids that the prompts hold; `None` where no segment has one.
     - `config`: the model; static.
-    - `level`: at least what the segments' filters and lists need; static.
+    - `level`: at least what the segments' controls, filters and lists need; static.
 
     Returns the trace of one step for the head rows, and the pool. Exact.
     """
@@ -126,7 +126,7 @@ def decode(
     - `penalty`: of the ids that are known; `None` where no segment has one.
     - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
     - `config`: the model; static.
-    - `level`: at least what the segments' filters and lists need; static.
+    - `level`: at least what the segments' controls, filters and lists need; static.
 
     Returns the trace, of which step i holds the i-th token of each segment that had not ended, the last token
     of each segment as `Sequences.left` holds it, and the pool. Exact.

@@ -5,6 +5,7 @@ from jdllm.pallas.masked_logits.api import masked_logits, rows_at_once
 from jdllm.pallas.masked_logits.types import (
     Level,
     Likeliest,
+    RowControl,
     RowDecision,
     RowLowered,
     RowPenalty,
@@ -15,6 +16,7 @@ __all__ = [
     "LISTED",
     "Level",
     "Likeliest",
+    "RowControl",
     "RowDecision",
     "RowLowered",
     "RowPenalty",

@@ -9,7 +9,16 @@ from jdllm.arrays import Tensor
 from jdllm.layers import head_logits
 from jdllm.noise import gumbel, id_bits
 from jdllm.pallas.listed import LISTED
-from jdllm.pallas.masked_logits.types import Ids, Keys, Level, Likeliest, RowDecision, RowPenalty, RowSampling
+from jdllm.pallas.masked_logits.types import (
+    Ids,
+    Keys,
+    Level,
+    Likeliest,
+    RowControl,
+    RowDecision,
+    RowPenalty,
+    RowSampling,
+)
 
 Logits = Float[Array, "rows vocab"]
 
@@ -24,6 +33,9 @@ def masked_logits_xla(
 def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecision:
     """What `masked_logits` returns, of f32 logits in place of a product."""
     ids = jnp.arange(logits.shape[1])
+    if rows.control is not None and level >= Level.FILTERED:
+        # The barrier is for the reason that the next one has.
+        logits = lax.optimization_barrier(controlled(logits, rows.control, jnp.asarray(rows.positions)))
     if rows.penalty is not None:
         # Sums over the vocabulary, fused with the penalties, could differ in the last bit from the sums of a
         # batch without any.
@@ -55,6 +67,18 @@ def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecisio
         negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
     listed = likeliest(measured, rows.listed) if level >= Level.FILTERED else None
     return RowDecision(token, logit, maximum, total, second, negative_entropy, listed)
+
+
+def controlled(logits: Logits, control: RowControl, positions: Int[Array, " rows"]) -> Logits:
+    """The logits after their controls."""
+    words = jnp.asarray(control.allowed)
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    has = bits.reshape(len(words), -1)[:, : logits.shape[1]] > 0
+    early = (positions < jnp.asarray(control.until))[:, None]
+    by = jnp.where(early, jnp.asarray(control.early), jnp.asarray(control.late))
+    at = jnp.arange(len(words))[:, None], jnp.asarray(control.ids)
+    raised = logits.at[at].add(by, mode="drop", unique_indices=True)
+    return jnp.where(has, raised, -jnp.inf)
 
 
 def penalised(logits: Logits, penalty: RowPenalty) -> Logits:
