@@ -158,6 +158,8 @@ def _metavar(kind: Any) -> str:
     choices = [leaf for leaf in leaves if isinstance(leaf, str)]
     if choices:
         return "|".join(choices)
+    if str in leaves:
+        return "TEXT"
     return "INTEGER" if int in leaves else "NUMBER" if float in leaves else "TEXT"
 
 
@@ -173,7 +175,7 @@ def _value(kind: Any, typed: Any) -> Any:
         return typed
     if typed == "none" and NoneType in leaves:
         return None
-    for number in (int, float):
+    for number in () if str in leaves else (int, float):
         if number in leaves:
             try:
                 return number(typed)

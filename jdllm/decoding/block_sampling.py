@@ -34,6 +34,7 @@ _NOT_SPECULATING = {
     "min_tokens": "accepts tokens by the model's own probabilities",
     "logit_bias": "accepts tokens by the model's own probabilities",
     "allowed_token_ids": "accepts tokens by the model's own probabilities",
+    "bad_words": "accepts tokens by the model's own probabilities",
 }
 """What lossy speculation has not, and why."""
 

@@ -49,7 +49,26 @@ def _read_ids(value: object) -> object:
     return tuple(map(plain, value))
 
 
+def _read_words(value: object) -> object:
+    """One text, or a list of texts and of lists of ids, as a tuple."""
+    value = listed(value)
+    if value is None:
+        return ()
+    words = value if isinstance(value, list | tuple) else [value]
+    return tuple(map(_read_word, words))
+
+
+def _read_word(word: object) -> object:
+    word = listed(word)
+    if not word or not isinstance(word, str | list | tuple):
+        raise PydanticCustomError("expected", "texts or lists of token ids, as ['word', [5, 6]]")
+    return word if isinstance(word, str) else tuple(map(plain, word))
+
+
 LogitBias = Annotated[dict[TokenId, float] | None, BeforeValidator(_read_bias)]
 AllowedIds = Annotated[
     Annotated[tuple[TokenId, ...], Field(min_length=1, fail_fast=True)] | None, BeforeValidator(_read_ids)
 ]
+_Text = Annotated[str, Field(min_length=1, max_length=1024)]
+_Ids = Annotated[tuple[TokenId, ...], Field(min_length=1)]
+BadWords = Annotated[tuple[_Text | _Ids, ...], Field(max_length=1024), BeforeValidator(_read_words)]

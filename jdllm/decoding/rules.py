@@ -72,8 +72,12 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     return quotas(np.full(most, masks, np.int32))
 
 
-def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]:
-    """The entries of `SegmentParams` that do not change while a request runs."""
+def segment_row(sampling: SamplingParams, config: ModelConfig, *, in_order: bool = False) -> dict[str, Any]:
+    """The entries of `SegmentParams` that do not change while a request runs.
+
+    Arguments:
+    - `in_order`: whether each token is generated from all tokens before it.
+    """
     token_bans, confidence_bans = bans(sampling, config)
     rule, filters, limit = rule_of(sampling), sampling.filters, _limit(sampling, config)
     number = number_of(QUOTA if rule.acceptance is None else rule.acceptance)
@@ -88,7 +92,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]
         "top_k_first": np.bool_(config.in_order),
         "limit": limit,
         "token_bans": token_bans,
-        "control": control_of(sampling, config, int(limit), token_bans.tolist()),
+        "control": control_of(sampling, config, int(limit), token_bans.tolist(), in_order=in_order),
         "confidence_bans": confidence_bans,
         "listed": np.bool_(sampling.listed > 0),
         "measure": np.int32(measure_of(sampling)),

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from jdllm.declarations import explain, listed, plain
-from jdllm.decoding.control_kinds import AllowedIds, LogitBias, TokenId
+from jdllm.decoding.control_kinds import AllowedIds, BadWords, LogitBias, TokenId
 from jdllm.decoding.kinds import LARGEST, POST_STEPS, Length, OneOf, PostSteps, Scale, Share, Step
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.decoding.registry import RULES, cache_names, options, rule_names
@@ -123,6 +123,8 @@ class SamplingParams:
     - `logit_bias` (`None`): numbers from -100 to 100 that are added to the logits of ids, as {id: number}.
     - `allowed_token_ids` (`None`: all): the only ids that may be chosen. Ids that end the text are allowed
       only where they are among these.
+    - `bad_words` (none): words that the answer may not have: one text, or a list of texts and lists of ids. A
+      text is banned as it stands and behind a space. Words of several tokens are for causal models.
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
@@ -217,6 +219,7 @@ class SamplingParams:
     min_tokens: Step = 0
     logit_bias: LogitBias = None
     allowed_token_ids: AllowedIds = None
+    bad_words: BadWords = ()
     logprobs: Annotated[int | None, Field(ge=0, le=LISTED), BeforeValidator(_count)] = None
     temperature: Scale = 0.0
     top_p: Share | None = None
@@ -378,7 +381,8 @@ class SamplingParams:
     def controlled(self) -> bool:
         """Whether ids are excluded, or their logits changed, beyond what every request has."""
         biased = any((self.logit_bias or {}).values())
-        return biased or self.allowed_token_ids is not None or self.min_tokens > 0
+        banned = self.allowed_token_ids is not None or bool(self.bad_words)
+        return biased or banned or self.min_tokens > 0
 
     @property
     def bans_undefined(self) -> bool:

@@ -28,6 +28,7 @@ _NOT_ADAPTIVE = {
     "min_tokens": (0, "chooses by the logits of two models"),
     "logit_bias": (None, "chooses by the logits of two models"),
     "allowed_token_ids": (None, "chooses by the logits of two models"),
+    "bad_words": ((), "chooses by the logits of two models"),
 }
 """What adaptive parallel decoding has not: each option's default, and why."""
 

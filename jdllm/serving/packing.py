@@ -14,7 +14,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
-from jdllm.pallas.masked_logits import RowControl
+from jdllm.pallas.masked_logits import ANY, RowControl
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.request import Request
@@ -119,12 +119,20 @@ def controlled(requests: Sequence[Request]) -> bool:
 
 
 def _placed(control: RowControl | None, requests: Sequence[Request]) -> RowControl | None:
-    """Controls whose positions, counted from the beginning of a text, are those of its sequence."""
+    """The controls of requests as they stand: positions are counted in their sequences, and words end behind
+    their known tokens."""
     if control is None:
         return None
     begins = [int(r.positions(np.array(r.returned.start))) if r.sampling.min_tokens else 0 for r in requests]
-    until = np.asarray(control.until)
-    return control._replace(until=until + padded(np.array(begins, np.int32), len(until)))
+    until, words = np.asarray(control.until), control.words
+    control = control._replace(until=until + padded(np.array(begins, np.int32), len(until)))
+    if words is None:
+        return control
+    left = np.full((len(until), words.shape[2] - 1), ANY, np.int32)
+    for row, request in zip(left, requests, strict=False):
+        known = request.tokens[max(0, request.known - len(row)) : request.known]
+        row[len(row) - len(known) :] = known
+    return control._replace(left=left)
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""A step of requests that control logits, compiled for an H200 without one: controls take no further logits."""
+"""A step of requests that control logits, compiled for an H200 without one: no further logits."""
 
 import dataclasses
 

@@ -17,6 +17,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {"53": 30, "54": -100}},
     "allowed_token_ids": {"allowed_token_ids": DIGITS},
     "min_tokens": {"min_tokens": 6},
+    "bad_words": {"bad_words": ["2", "4"]},
 }
 
 
@@ -26,7 +27,9 @@ def refused(client: TestClient, route: str, **body: Any) -> dict[str, Any]:
     return answer.json()["error"]
 
 
-@pytest.mark.parametrize("field", ["min_tokens", slow("logit_bias"), slow("allowed_token_ids")])
+@pytest.mark.parametrize(
+    "field", ["min_tokens", slow("logit_bias"), slow("allowed_token_ids"), slow("bad_words")]
+)
 def test_completions_are_those_of_the_library(client: TestClient, demo: LLM, field: str):
     own = CONTROLS[field]
     [expected] = demo.generate(PROMPT, SamplingParams(max_tokens=8, seed=1, **own))
@@ -45,6 +48,17 @@ def test_a_conversation(client: TestClient):
     for place in answer["choices"][0]["logprobs"]["content"]:
         assert place["logprob"] == 0
         assert [top["token"] for top in place["top_logprobs"]] == ["9"]
+
+
+def test_words(client: TestClient):
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 1}
+    [free, without] = [
+        client.post("/v1/completions", json=body | own).json()["choices"][0]["text"]
+        for own in ({}, {"bad_words": ["4"]})
+    ]
+    assert "4" in free
+    assert without
+    assert "4" not in without
 
 
 @pytest.mark.slow
@@ -72,6 +86,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "allowed outside": ({"allowed_token_ids": [100000]}, "allowed_token_ids has 100000, outside"),
     "allowed text": ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0] is '5'"),
     "only the end": ({"allowed_token_ids": [257], "min_tokens": 1}, "allowed_token_ids leaves no token"),
+    "no word": ({"bad_words": [5]}, "texts or lists of token ids"),
+    "empty word": ({"bad_words": ["a", ""]}, "texts or lists of token ids"),
+    "word of several tokens": ({"bad_words": ["42"]}, "bad_words has a word of 2 tokens"),
     "negative": ({"min_tokens": -1}, "min_tokens is -1"),
     "too many": ({"min_tokens": 9}, "min_tokens is 9, more than the 8 tokens of the answer"),
 }

@@ -12,6 +12,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.serving.blocks.request import BlockRequest, block_spec
 from tests.blocks import oracle
 from tests.blocks.oracle import Logits
+from tests.blocks.recorded_nemotron import NEMOTRON
 from tests.causal.running import Build
 from tests.engines import finish
 from tests.helpers import slow
@@ -79,7 +80,9 @@ def test_replaced_tokens_are_allowed_too(llada2: LLM):
 
 
 @pytest.mark.parametrize(
-    "controls", [{"min_tokens": 2}, {"logit_bias": {1: 1.0}}, {"allowed_token_ids": (1, 2)}], ids=str
+    "controls",
+    [{"min_tokens": 2}, {"logit_bias": {1: 1.0}}, {"allowed_token_ids": (1, 2)}, {"bad_words": ((1,),)}],
+    ids=str,
 )
 def test_lossy_speculation_has_none(sdar: LLM, controls: dict[str, Any]):
     with pytest.raises(RequestError, match=f"leave {next(iter(controls))} at"):
@@ -91,3 +94,27 @@ def test_lossy_speculation_has_none(sdar: LLM, controls: dict[str, Any]):
 def test_a_sequence_to_infill_has_no_minimum(sdar: LLM):
     with pytest.raises(RequestError, match="leave min_tokens out"):
         sdar.infill(token_ids=[[1, sdar.config.mask_id]], sampling=SamplingParams(min_tokens=1))
+
+
+@pytest.mark.slow
+def test_models_that_generate_in_several_ways():
+    """Foretold tokens of blocks are controlled too, and drafts change nothing."""
+    with LLM(NEMOTRON.directory, plain_drafts=True, max_num_batched_tokens=256, kv_pool="8MiB") as llm:
+        plain = SamplingParams(gen_length=24, early_stop=False, generation_mode="autoregressive")
+        [free] = llm.generate(prompt_token_ids=[prompt(20)], sampling=plain)
+        end = free.token_ids[0]
+        some = {"allowed_token_ids": tuple(i for i in range(300) if i != end), "min_tokens": 5}
+        some["logit_bias"] = dict.fromkeys(range(100), 1.0)
+        ways = ["autoregressive", "self_speculation", "diffusion", "bidirectional", "auto"]
+        asked = [plain.changed(**some, generation_mode=way, block_length=None) for way in ways]
+        found = [o.token_ids for o in llm.generate(prompt_token_ids=[prompt(20)] * 5, sampling=asked)]
+        assert found[0] == found[1] == found[4] != free.token_ids
+        assert all(set(tokens) <= set(some["allowed_token_ids"]) for tokens in found)
+        pairs = tuple(zip(free.token_ids, free.token_ids[1:], strict=False))
+        [without] = llm.generate(prompt_token_ids=[prompt(20)], sampling=plain.changed(bad_words=pairs))
+        assert not set(pairs) & set(zip(without.token_ids, without.token_ids[1:], strict=False))
+        for way in ("self_speculation", "diffusion"):
+            with pytest.raises(RequestError, match="bad_words has a word of 2 tokens"):
+                llm.generate(
+                    prompt_token_ids=[[1]], sampling=plain.changed(bad_words=pairs, generation_mode=way)
+                )

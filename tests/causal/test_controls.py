@@ -60,6 +60,37 @@ def test_each_in_the_company_of_the_others(build: Build, config: ModelConfig, or
     assert found[2][18:] == [5, 5]
 
 
+def without_words(oracle: Oracle, ids: np.ndarray, words: list[tuple[int, ...]], count: int) -> list[int]:
+    """Greedy tokens, each the likeliest that completes no word."""
+    tokens = ids.tolist()
+    for _ in range(count):
+        scores = oracle(np.array(tokens)).astype(np.float64)
+        for *before, last in words:
+            if tokens[len(tokens) - len(before) :] == before:
+                scores[last] = -np.inf
+        tokens.append(int(scores.argmax()))
+    return tokens[len(ids) :]
+
+
+def test_words_never_come(build: Build, config: ModelConfig, oracle: Oracle):
+    """Words that the model would write, of one token and of several, some begun in the prompt; through parts
+    of a decode, of which the host sees each before the next one is packed, and in company."""
+    ids = prompt(50, seed=4)
+    free = answers(run(build(), [(ids, FREE.changed(max_tokens=40))], config))[0]
+    words = [(free[2],), (free[6], free[7]), tuple(free[9:13]), (int(ids[-1]), free[0])]
+    worst = [*words, *[(free[3], other) for other in range(100)]]
+    asked = [FREE.changed(max_tokens=40, bad_words=own) for own in (words, worst)]
+    both = run(build(), [(ids, asked[0]), (ids, FREE), (ids, asked[1])], config)
+    found = answers(both)
+    assert found[0] == without_words(oracle, ids, words, 40)
+    assert found[2] == without_words(oracle, ids, worst, 40)
+    assert found[1] == free[: len(found[1])]
+    for own, text in ((words, found[0]), (worst, found[2])):
+        whole = [*ids.tolist(), *text]
+        for word in own:
+            assert all(tuple(whole[at : at + len(word)]) != word for at in range(len(ids) - 1, len(whole)))
+
+
 def test_the_text_ends_behind_the_minimum(build: Build, config: ModelConfig, oracle: Oracle):
     ids = prompt(30, seed=2)
     own = {"min_tokens": 4, "logit_bias": {5: 100.0}, "stop_token_ids": STOPS}

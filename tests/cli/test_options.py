@@ -118,10 +118,10 @@ def test_controls_of_logits(use_model: UseModel, tmp_path: Path):
     listener = Listener()
     use_model(listener)
     allowed = ["--allowed-token-ids", "5", "--allowed-token-ids", "7"]
-    controls = ["--logit-bias", '{"5": -1.5, "7": 2}', *allowed, "--min-tokens", "3"]
+    controls = ["--logit-bias", '{"5": -1.5, "7": 2}', *allowed, "--min-tokens", "3", "--bad-words", "5"]
     CliRunner().invoke(app, ["generate", "--model", str(stating(tmp_path, LLADA)), *IDS, *controls])
     assert listener.asked == [
-        SamplingParams(logit_bias={5: -1.5, 7: 2.0}, allowed_token_ids=(5, 7), min_tokens=3)
+        SamplingParams(logit_bias={5: -1.5, 7: 2.0}, allowed_token_ids=(5, 7), min_tokens=3, bad_words="5")
     ]
 
 

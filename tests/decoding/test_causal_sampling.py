@@ -30,6 +30,7 @@ TAKEN: dict[str, Any] = {
     "min_tokens": 2,
     "logit_bias": {7: -1.5},
     "allowed_token_ids": (3, 7, 9),
+    "bad_words": ((3, 7),),
     "logits_eos_inf": True,
     "undefined_tokens": "banned",
     "return_history": True,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdllm.pallas.masked_logits import Level, RowControl, RowDecision, RowSampling
+from jdllm.pallas.masked_logits import ANY, Level, RowControl, RowDecision, RowSampling
 from jdllm.pallas.masked_logits.xla import masked_logits_xla
 from tests.pallas.masked_rows import asked, check, drawn, oracle, penalties
 
@@ -83,6 +83,29 @@ def test_equals_float64(
     free = asked(1, vocab=vocab)._replace(control=jax.tree.map(lambda x: x[-1:], control))
     without = decide(logits[-1:], asked(1, vocab=vocab))
     jax.tree.map(np.testing.assert_array_equal, decide(logits[-1:], free), without)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), longest=st.sampled_from([2, 5]))
+def test_no_word_is_completed(seed: int, longest: int):
+    """Ids of a small vocabulary, so that words often come together; of each row, words of several lengths."""
+    rng, rows, vocab = np.random.default_rng(seed), 6, 40
+    logits = rng.normal(0, 4, (rows, vocab)).astype(np.float32)
+    left = rng.integers(-1, 2, (rows, longest - 1)).astype(np.int32)
+    words = np.full((rows, 16, longest), ANY, np.int32)
+    for row, word in np.ndindex(rows, 12):
+        length = int(rng.integers(1, longest + 1))
+        words[row, word, longest - length :] = [*rng.integers(0, 2, length - 1), rng.integers(0, vocab)]
+    expected = logits.astype(np.float64)
+    for row, word in np.ndindex(rows, 12):
+        *before, last = [id for id in words[row, word] if id != ANY]
+        if left[row][len(left[row]) - len(before) :].tolist() == before:
+            expected[row, last] = -np.inf
+    control, _ = controls(rng, rows, vocab, raised=1)
+    free = jax.tree.map(lambda x: np.repeat(x[-1:], rows, axis=0), control)
+    plain = asked(rows, vocab=vocab)
+    found = decide(logits, plain._replace(control=free._replace(words=words, left=left)))
+    check(found, oracle(expected, plain))
 
 
 def test_one_id_left_is_certain():

@@ -3,6 +3,7 @@
 from jdllm.pallas.listed import LISTED
 from jdllm.pallas.masked_logits.api import masked_logits, rows_at_once
 from jdllm.pallas.masked_logits.types import (
+    ANY,
     Level,
     Likeliest,
     RowControl,
@@ -13,6 +14,7 @@ from jdllm.pallas.masked_logits.types import (
 )
 
 __all__ = [
+    "ANY",
     "LISTED",
     "Level",
     "Likeliest",

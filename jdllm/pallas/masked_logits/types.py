@@ -13,6 +13,10 @@ Ids = Int[Tensor, "rows bans"]
 Keys = tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
 
 
+ANY = -1
+"""Stands for no id of a word."""
+
+
 class Level(enum.IntEnum):
     """How much is computed of each row's distribution; each level includes those before it.
 
@@ -66,6 +70,9 @@ class RowControl(NamedTuple):
     - `early`, `late`: added to their logits in rows whose position is below `until`, and in all others; -inf
       removes an id.
     - `until`: a position.
+    - `words`: ids of words, one after another, `ANY` before the first: where a row comes behind all but the
+      last of them, the last has no logit. A word of `ANY` alone is none. `None` where no row has a word.
+    - `left`: the ids to the left of each row, one fewer than words have, `ANY` where there is none.
     """
 
     controlled: Bool[Tensor, " rows"]
@@ -74,6 +81,8 @@ class RowControl(NamedTuple):
     early: Float[Tensor, "rows raised"]
     late: Float[Tensor, "rows raised"]
     until: Int[Tensor, " rows"]
+    words: Int[Tensor, "rows words length"] | None = None
+    left: Int[Tensor, "rows before"] | None = None
 
 
 class RowSampling(NamedTuple):

@@ -10,6 +10,7 @@ from jdllm.layers import head_logits
 from jdllm.noise import gumbel, id_bits
 from jdllm.pallas.listed import LISTED
 from jdllm.pallas.masked_logits.types import (
+    ANY,
     Ids,
     Keys,
     Level,
@@ -78,7 +79,19 @@ def controlled(logits: Logits, control: RowControl, positions: Int[Array, " rows
     by = jnp.where(early, jnp.asarray(control.early), jnp.asarray(control.late))
     at = jnp.arange(len(words))[:, None], jnp.asarray(control.ids)
     raised = logits.at[at].add(by, mode="drop", unique_indices=True)
+    if control.words is not None:
+        ids = _last_of_words(jnp.asarray(control.words), jnp.asarray(control.left))
+        raised = raised.at[at[0], ids].set(-jnp.inf, mode="drop")
     return jnp.where(has, raised, -jnp.inf)
+
+
+def _last_of_words(
+    words: Int[Array, "rows words length"], left: Int[Array, "rows before"]
+) -> Int[Array, "rows words"]:
+    """The last id of each word that a row would complete; an id outside any vocabulary for the others."""
+    before = (words[..., :-1] == left[:, None]) | (words[..., :-1] == ANY)
+    last = words[..., -1]
+    return jnp.where(before.all(axis=-1) & (last != ANY), last, jnp.iinfo(jnp.int32).max)
 
 
 def penalised(logits: Logits, penalty: RowPenalty) -> Logits:

@@ -200,6 +200,11 @@ def penalised(requests: Sequence[CausalRequest]) -> bool:
     return any(penalties_of(request.sampling) for request in requests)
 
 
+def has_words(segments: SegmentParams) -> bool:
+    """Whether any of them bans words of several tokens."""
+    return segments.control is not None and segments.control.words is not None
+
+
 def _penalty(requests: Sequence[CausalRequest], entry: Entry, config: ModelConfig) -> Penalty | None:
     if not penalised(requests):
         return None

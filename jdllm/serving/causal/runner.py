@@ -23,6 +23,7 @@ from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.packing import (
     PackedPrompts,
     PackedSequences,
+    has_words,
     pack_prompts,
     pack_sequences,
     pages_of,
@@ -140,7 +141,9 @@ class CausalRunner:
             return trace
 
         launch = self._launch(chosen, asked, counts, [None] * len(asked))._replace(run=run, steps=steps)
-        return launch if kind[1] else launch._replace(left_at=np.argsort(chosen.batch.order).tolist())
+        # The host packs what is known of a sequence for penalties and for words of several tokens.
+        known = penalised(asked) or has_words(chosen.batch.sequences.segments)
+        return launch if known else launch._replace(left_at=np.argsort(chosen.batch.order).tolist())
 
     def _launch(
         self,
