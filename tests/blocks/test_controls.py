@@ -10,6 +10,7 @@ from jdllm.errors import RequestError
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.serving.blocks.request import BlockRequest, block_spec
+from jdllm.serving.spec import mask_id_of
 from tests.blocks import oracle
 from tests.blocks.oracle import Logits
 from tests.blocks.recorded_nemotron import NEMOTRON
@@ -93,7 +94,7 @@ def test_lossy_speculation_has_none(sdar: LLM, controls: dict[str, Any]):
 
 def test_a_sequence_to_infill_has_no_minimum(sdar: LLM):
     with pytest.raises(RequestError, match="leave min_tokens out"):
-        sdar.infill(token_ids=[[1, sdar.config.mask_id]], sampling=SamplingParams(min_tokens=1))
+        sdar.infill(token_ids=[[1, mask_id_of(sdar.config)]], sampling=SamplingParams(min_tokens=1))
 
 
 @pytest.mark.slow

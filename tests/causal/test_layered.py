@@ -76,10 +76,10 @@ SAMPLED = [
     SamplingParams(max_tokens=1),
     SamplingParams(
         max_tokens=9,
-        allowed_token_ids=range(3, 30),
+        allowed_token_ids=tuple(range(3, 30)),
         logit_bias={9: 1.5},
         min_tokens=4,
-        bad_words=[(i, i) for i in range(3, 20)],
+        bad_words=tuple((i, i) for i in range(3, 20)),
         early_stop=False,
     ),
 ]

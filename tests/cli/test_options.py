@@ -121,7 +121,7 @@ def test_controls_of_logits(use_model: UseModel, tmp_path: Path):
     controls = ["--logit-bias", '{"5": -1.5, "7": 2}', *allowed, "--min-tokens", "3", "--bad-words", "5"]
     CliRunner().invoke(app, ["generate", "--model", str(stating(tmp_path, LLADA)), *IDS, *controls])
     assert listener.asked == [
-        SamplingParams(logit_bias={5: -1.5, 7: 2.0}, allowed_token_ids=(5, 7), min_tokens=3, bad_words="5")
+        SamplingParams(logit_bias={5: -1.5, 7: 2.0}, allowed_token_ids=(5, 7), min_tokens=3, bad_words=("5",))
     ]
 
 

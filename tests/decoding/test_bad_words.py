@@ -26,27 +26,32 @@ def encode(text: str) -> list[int]:
     return ids
 
 
+def banning(words: Any, **options: Any) -> SamplingParams:
+    """Whatever form the words have."""
+    return SamplingParams(bad_words=words, **options)
+
+
 def decode(ids: Any) -> str:
     return "".join(PIECES[id] for id in ids)
 
 
 def test_texts_as_they_stand_and_behind_a_space():
-    asked = SamplingParams(bad_words=["foo", "bar", (4, 4)], max_tokens=7)
+    asked = banning(["foo", "bar", (4, 4)], max_tokens=7)
     words = spelled(asked, encode, decode)
     assert words == asked.changed(bad_words=((1,), (2,), (3, 4), (5, 3, 4), (4, 4)))
     assert spelled(words, encode, decode) is words
-    assert spelled(SamplingParams(bad_words=" "), encode, decode).bad_words == ((5,),)
+    assert spelled(banning(" "), encode, decode).bad_words == ((5,),)
 
 
 def test_words_that_hold_another_word_need_no_ban(config: ModelConfig):
-    asked = SamplingParams(bad_words=[(1,), (3, 4), (5, 1), (3, 4), (2, 3)])
+    asked = banning([(1,), (3, 4), (5, 1), (3, 4), (2, 3)])
     assert banned_words(asked, config, in_order=True) == [(1,), (3, 4), (2, 3)]
 
 
 @pytest.mark.parametrize("word", ["ö", "foo!", "bar\n"])
 def test_a_text_that_no_tokens_spell(word: str):
     with pytest.raises(RequestError, match=r"bad_words has .*, which the tokenizer cannot write"):
-        spelled(SamplingParams(bad_words=word), encode, decode)
+        spelled(banning(word), encode, decode)
 
 
 def test_models_that_denoise_ban_tokens(llm: LLM):
@@ -54,7 +59,7 @@ def test_models_that_denoise_ban_tokens(llm: LLM):
         prompt_token_ids=[[1, 2, 3]], sampling=SamplingParams(gen_length=8, early_stop=False)
     )
     banned = [(token,) for token in set(free.token_ids)]
-    asked = SamplingParams(gen_length=8, early_stop=False, bad_words=banned)
+    asked = banning(banned, gen_length=8, early_stop=False)
     allowed = np.setdiff1d(np.arange(llm.config.vocab_size), banned)
     both = [asked, asked.changed(bad_words=(), allowed_token_ids=allowed)]
     found, expected = llm.generate(prompt_token_ids=[[1, 2, 3]] * 2, sampling=both)
@@ -77,23 +82,23 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_what_a_model_that_denoises_refuses(llm: LLM, case: str):
     words, message = WRONG[case]
     with pytest.raises(RequestError, match=message):
-        llm.generate(prompt_token_ids=[[1]], sampling=SamplingParams(gen_length=4, bad_words=words))
+        llm.generate(prompt_token_ids=[[1]], sampling=banning(words, gen_length=4))
 
 
 @pytest.mark.parametrize("words", [[5, 6], [""], [[]], [["a"]], [[-1]], 5, [True]], ids=str)
 def test_what_is_no_word(words: Any):
     with pytest.raises(RequestError, match="bad_words is"):
-        SamplingParams(bad_words=words)
+        banning(words)
 
 
 def test_words_that_are_too_many_or_too_long(config: ModelConfig):
     for words in ([(1,) * 33], [(1, i) for i in range(2, 300)]):
         with pytest.raises(RequestError, match="expected at most 256 of at most 32"):
-            banned_words(SamplingParams(bad_words=words), config, in_order=True)
+            banned_words(banning(words), config, in_order=True)
 
 
 def test_last_tokens_must_leave_an_allowed_one(config: ModelConfig):
     """Else no id would be left behind the first tokens of a word."""
-    asked = SamplingParams(allowed_token_ids=(3, 4), bad_words=[(5, 3), (5, 4)])
+    asked = banning([(5, 3), (5, 4)], allowed_token_ids=(3, 4))
     with pytest.raises(RequestError, match="leaves no token"):
         control_of(asked, config, 512, (), in_order=True)

@@ -13,7 +13,7 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.serving.spec import generation_spec
+from jdllm.serving.spec import generation_spec, mask_id_of
 from tests.conftest import STOPS
 from tests.decoding import oracle
 from tests.helpers import slow
@@ -139,7 +139,8 @@ def test_ways_to_ban_the_end_agree(ending_llm: LLM, cache: str, bans: list[str])
     assert END in free.token_ids
     for output in controlled:
         assert output.token_ids == banned.token_ids
-        np.testing.assert_allclose(output.logprobs, banned.logprobs, rtol=1e-5, atol=1e-6)
+        found, expected = (np.array(one.logprobs, np.float64) for one in (output, banned))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     for one in range(0 if len(bans) > 1 else len(ids), len(ids)):
         [alone] = ending_llm.generate(prompt_token_ids=[ids[0]], sampling=asked[one])
         assert alone.token_ids == [free, banned, *controlled][one].token_ids
@@ -157,9 +158,9 @@ def test_shifted_logits(dream_llm: LLM):
 
 
 def test_infilling(llm: LLM, config: ModelConfig):
-    mask = config.mask_id
+    mask = mask_id_of(config)
     [output] = llm.infill(
-        token_ids=[[5, mask, 6, mask, mask]], sampling=SamplingParams(allowed_token_ids=[9, 11])
+        token_ids=[[5, mask, 6, mask, mask]], sampling=SamplingParams(allowed_token_ids=(9, 11))
     )
     tokens = output.token_ids
     assert (tokens[0], tokens[2]) == (5, 6)
@@ -167,10 +168,9 @@ def test_infilling(llm: LLM, config: ModelConfig):
 
 
 def test_listed_ids_are_those_that_are_allowed(llm: LLM):
-    asked = SamplingParams(gen_length=4, allowed_token_ids=[9, 11, 12], logprobs=3, early_stop=False)
+    asked = SamplingParams(gen_length=4, allowed_token_ids=(9, 11, 12), logprobs=3, early_stop=False)
     [output] = llm.generate(prompt_token_ids=[[1, 2, 3]], sampling=asked)
-    for place in output.outputs[0].top_logprobs:
-        assert set(place) == {9, 11, 12}
+    assert [set(place or ()) for place in output.outputs[0].top_logprobs or ()] == [{9, 11, 12}] * 4
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -198,7 +198,7 @@ def test_more_ids_than_there_is_room_for(config: ModelConfig):
 
 def test_a_sequence_to_infill_has_no_minimum(llm: LLM, config: ModelConfig):
     with pytest.raises(RequestError, match="leave min_tokens out"):
-        llm.infill(token_ids=[[5, config.mask_id]], sampling=SamplingParams(min_tokens=1))
+        llm.infill(token_ids=[[5, mask_id_of(config)]], sampling=SamplingParams(min_tokens=1))
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -230,11 +230,13 @@ def test_mistakes_are_told(case: str):
 
 
 def test_forms_of_the_same_request():
-    bias = SamplingParams(logit_bias={"5": 1, np.int32(6): np.float32(0.5)})
-    assert bias == SamplingParams(logit_bias={5: 1.0, 6: 0.5})
-    ids = [np.array([3, 4]), (3, 4), range(3, 5)]
+    biases: list[Any] = [{"5": 1, np.int32(6): np.float32(0.5)}, {5: 1.0, 6: 0.5}]
+    first, second = (SamplingParams(logit_bias=each) for each in biases)
+    assert first == second
+    ids: list[Any] = [np.array([3, 4]), [3, 4], range(3, 5)]
     assert all(SamplingParams(allowed_token_ids=each).allowed_token_ids == (3, 4) for each in ids)
-    assert SamplingParams(allowed_token_ids=np.int64(3)).allowed_token_ids == (3,)
+    one: Any = np.int64(3)
+    assert SamplingParams(allowed_token_ids=one).allowed_token_ids == (3,)
 
 
 def test_what_changes_nothing_controls_nothing():
