@@ -11,6 +11,7 @@ from jdllm.arguments import shortened
 from jdllm.checkpoints.conversation import Rendering
 from jdllm.checkpoints.token_text import Decode
 from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.decoding.bad_words import spelled
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import NonFiniteError, RequestError, naming
 from jdllm.models.config import ModelConfig
@@ -310,6 +311,7 @@ class GeneratesText(abc.ABC):
         Raises `RequestError` as `generate` does.
         """
         bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
+        sampling = self._spelled(sampling)
         if not isinstance(prompt, LongContext):
             return mode_of(self.config).spec(prompt, sampling, self.config, self._decode, bos_id)
         return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
@@ -322,7 +324,14 @@ class GeneratesText(abc.ABC):
 
         Raises `RequestError` as `infill` does.
         """
-        return mode_of(self.config).infilling(token_ids, sampling, self.config)
+        return mode_of(self.config).infilling(token_ids, self._spelled(sampling), self.config)
+
+    def _spelled(self, sampling: SamplingParams) -> SamplingParams:
+        """The same with ids in place of the texts of bad words; unchanged without a tokenizer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not sampling.bad_words:
+            return sampling
+        return spelled(sampling, lambda word: tokenizer.encode(word, begins=False), tokenizer.decode)
 
     def _warn_of_length(self, specs: list[RequestSpec]) -> None:
         longest = max((spec.positions for spec in specs), default=0)

@@ -94,8 +94,9 @@ class LLM(GeneratesText, ScoresText):
         """Compile or load the executables of `LLM(warmup=True)`; returns how many there were.
 
         These run the steps of all requests of up to `max_num_batched_tokens` rows, and score given text.
-        Other executables are compiled when first needed: longer sequences, a repetition penalty of causal
-        models and their prompts that run layer by layer, and stages of long contexts without `prefilling`.
+        Other executables are compiled when first needed: longer sequences, controls of logits, a repetition
+        penalty of causal models and their prompts that run layer by layer, and stages of long contexts
+        without `prefilling`.
 
         Arguments:
         - `progress`: show a progress bar. If standard error is no terminal, a line appears every 10 s.

@@ -23,6 +23,11 @@ from tests.helpers import Golden
 PROMPTS = [list(range(1, n)) for n in (9, 40, 21)]
 LONG_PROMPTS = [[i % 199 + 1 for i in range(n)] for n in (600, 531)]
 CONTEXT = LongPrompt(instruction=list(range(4)), context=list(range(5, 105)), query=list(range(200, 209)))
+CONTROLS: dict[str, Any] = {
+    "allowed_token_ids": range(9, 200),
+    "logit_bias": dict.fromkeys(range(100, 150), 2.0),
+    "min_tokens": 5,
+}
 DENOISED: dict[str, dict[str, Any]] = {
     "uncached": {},
     "guided": {"cfg_scale": 1.5},
@@ -33,6 +38,7 @@ DENOISED: dict[str, dict[str, Any]] = {
     "prefix": {"cache": "prefix"},
     "sparse": {"cache": "sparse", "retention": 0.5},
     "head_sparse": {"cache": "head_sparse", "retention": 0.5, "refresh_delay": 1},
+    "controlled": CONTROLS | {"cache": "dual"},
 }
 LONG = {
     "long": ("uncached", "head_sparse"),
@@ -55,11 +61,13 @@ IN_ORDER: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.8, "seed": 3},
     "penalised": {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "controlled": CONTROLS,
 }
 IN_BLOCKS: dict[str, dict[str, Any]] = {
     "schedule": {},
     "dynamic": {"transfer": "dynamic", "threshold": 0.3},
     "filtered": {"temperature": 0.8, "seed": 3, "top_k": 20},
+    "controlled": CONTROLS,
     "drafted": {"generation_mode": "self_speculation"},
     "chosen": {"generation_mode": "auto"},
     "verified": {"transfer": "lossy_speculation", "verify_policy": "span", "verify_span": 2, "seed": 3},

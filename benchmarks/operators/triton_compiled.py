@@ -96,7 +96,8 @@ def split_case(heads: int, kv_heads: int) -> Case:
 def head_case(rows: int) -> Case:
     i, u, f, b = (shape(rows, dtype=t) for t in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_))
     bans = shape(rows, 2, dtype=jnp.int32)
-    asked = RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b, None, None, None))
+    nothing = (None,) * 4  # no penalty, nothing lowered, no control, and the first id is 0
+    asked = RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b, *nothing))
     operands = shape(rows, LLADA.hidden_size), shape(LLADA.vocab_size, LLADA.hidden_size), asked
     return functools.partial(masked_logits, level=Level.TOP), operands
 

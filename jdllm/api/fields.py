@@ -78,11 +78,6 @@ def only(*values: object, why: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def without_zeros(value: object) -> object:
-    """The object without its values of 0, which change nothing; anything else as it is."""
-    return {name: one for name, one in value.items() if one != 0} if isinstance(value, dict) else value
-
-
 def nothing(why: str) -> AfterValidator:
     """Accept a list or an object that is empty, and say why."""
 

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jdllm.api.fields import Fields, PassedOver, nothing, only, without_zeros
+from jdllm.api.fields import Fields, PassedOver, nothing, only
 from jdllm.checkpoints.conversation import SILENT, TEXT_PARTS, Rendering
 from jdllm.decoding.kinds import LONGEST
 from jdllm.decoding.sampling import SamplingParams, none_at
@@ -157,8 +157,6 @@ class OpenAIFields(Asking):
     skip_special_tokens: Annotated[
         bool | None, only(True, why="texts are without special tokens; token_ids of completions have them")
     ] = None
-    min_tokens: Annotated[int | None, only(0, why="ignore_eos generates all tokens")] = None
-    logit_bias: Annotated[Any, BeforeValidator(without_zeros), nothing("no bias of logits")] = None
     response_format: TextFormat | None = None
     tools: Annotated[Any, nothing("no tools")] = None
     tool_choice: Annotated[Any, only("auto", "none", why="there are no tools")] = None

@@ -144,7 +144,7 @@ def _option(name: str, kind: Any, text: str) -> Any:
     if bool in _leaves(kind):
         off = f"--no-{flag[2:]}"
         return Annotated[bool | None, typer.Option(f"{flag}/{off}", help=text, show_default=False)]
-    several = any(get_origin(part) is tuple for part in (kind, *get_args(kind)))
+    several = _has(kind, tuple)
     option = typer.Option(flag, metavar=_metavar(kind), help=text, show_default=False)
     return Annotated[list[str] | None, option] if several else Annotated[str | None, option]
 
@@ -153,9 +153,13 @@ def _metavar(kind: Any) -> str:
     leaves = _leaves(kind)
     if Prefilling in leaves:
         return "PRESET|JSON"
+    if _is_mapping(kind):
+        return "JSON"
     choices = [leaf for leaf in leaves if isinstance(leaf, str)]
     if choices:
         return "|".join(choices)
+    if str in leaves:
+        return "TEXT"
     return "INTEGER" if int in leaves else "NUMBER" if float in leaves else "TEXT"
 
 
@@ -163,13 +167,15 @@ def _value(kind: Any, typed: Any) -> Any:
     leaves = _leaves(kind)
     if Prefilling in leaves and typed.startswith("{"):
         return parsed(typed)
+    if _is_mapping(kind):
+        return parsed(typed) if typed.startswith("{") else typed
     if isinstance(typed, list):
         return tuple(_value(tuple(leaves), one) for one in typed)
     if isinstance(typed, bool) or typed in leaves:
         return typed
     if typed == "none" and NoneType in leaves:
         return None
-    for number in (int, float):
+    for number in () if str in leaves else (int, float):
         if number in leaves:
             try:
                 return number(typed)
@@ -184,6 +190,15 @@ def parsed(typed: str) -> Any:
         return json.loads(typed)
     except (ValueError, RecursionError):
         return typed
+
+
+def _is_mapping(kind: Any) -> bool:
+    return _has(kind, dict)
+
+
+def _has(kind: Any, container: type) -> bool:
+    """Whether an annotation, or one of the types that it allows, is such a container."""
+    return any(get_origin(part) is container for part in (kind, *get_args(kind)))
 
 
 def _leaves(kind: Any) -> list[Any]:

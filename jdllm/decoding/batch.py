@@ -9,7 +9,7 @@ from jdllm.arrays import Tensor
 from jdllm.decoding.editing import Editing
 from jdllm.decoding.transfer.of_rules import OfRules
 from jdllm.models.block import Rows
-from jdllm.pallas.masked_logits import Likeliest
+from jdllm.pallas.masked_logits import Likeliest, RowControl
 
 PADDING_BANS = -1
 """A ban id that bans nothing."""
@@ -49,6 +49,8 @@ class SegmentParams(NamedTuple):
     - `token_bans`, `confidence_bans`: ids removed from the distribution, and ids removed from confidences
       only; -1 stands for none.
     - `listed`: segments whose likeliest ids are wanted.
+    - `control`: which ids may be chosen, and what is added to logits, for segments in place of rows; `None`
+      where no segment asks for that.
     - `measure`: a `Measure`.
     - `coarse_confidence`: confidences are rounded to the dtype of the weights.
     - `stop_last`: rows whose token is one of `confidence_bans` rank last; the softmax is left alone.
@@ -88,6 +90,7 @@ class SegmentParams(NamedTuple):
     by_fraction: Bool[Tensor, " segments"]
     pooled: Bool[Tensor, " segments"]
     options: OfRules
+    control: RowControl | None = None
 
 
 class Batch(NamedTuple):

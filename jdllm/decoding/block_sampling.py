@@ -31,6 +31,10 @@ _NOT_SPECULATING = {
     "editing_threshold": "corrects no token",
     "confidence_eos_eot_inf": "accepts tokens by their probability",
     "confidence_dtype": "accepts tokens by their probability",
+    "min_tokens": "accepts tokens by the model's own probabilities",
+    "logit_bias": "accepts tokens by the model's own probabilities",
+    "allowed_token_ids": "accepts tokens by the model's own probabilities",
+    "bad_words": "accepts tokens by the model's own probabilities",
 }
 """What lossy speculation has not, and why."""
 

@@ -65,8 +65,9 @@ class Reads(NamedTuple):
     next: Int[Tensor, "segments reached"]
 
 
-_Turn = tuple[Array, Array, Trace, Penalty | None, KvArrays]
-"""The last token of each sequence, which of them have ended, the trace, seen ids, and the pool."""
+_Turn = tuple[Array, Array, Trace, Penalty | None, Array | None, KvArrays]
+"""The last token of each sequence, which of them have ended, the trace, seen ids, the last ids of each
+sequence where words are banned, and the pool."""
 
 
 def prefill(
@@ -87,10 +88,10 @@ def prefill(
     - `batch`: the parts; the head rows are the last ones of prompts that end, plain ones first.
     - `storage`, `seen`: what the parts store, and which stored rows they see.
     - `pool`: keys and values of all requests.
-    - `plain`: how many head rows have no filter and are not listed.
+    - `plain`: how many head rows have no control and no filter and are not listed.
     - `penalty`: of the ids that the prompts hold; `None` where no segment has one.
     - `config`: the model; static.
-    - `level`: at least what the segments' filters and lists need; static.
+    - `level`: at least what the segments' controls, filters and lists need; static.
 
     Returns the trace of one step for the head rows, and the pool. Exact.
     """
@@ -126,14 +127,14 @@ def decode(
     - `penalty`: of the ids that are known; `None` where no segment has one.
     - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
     - `config`: the model; static.
-    - `level`: at least what the segments' filters and lists need; static.
+    - `level`: at least what the segments' controls, filters and lists need; static.
 
     Returns the trace, of which step i holds the i-th token of each segment that had not ended, the last token
     of each segment as `Sequences.left` holds it, and the pool. Exact.
     """
     lengths, stop_ids = jnp.asarray(sequences.lengths), jnp.asarray(sequences.stop_ids)
     segments, size = sequences.segments, sequences.lengths.shape[0]
-    row = jnp.arange(size, dtype=jnp.int32)
+    row, control = jnp.arange(size, dtype=jnp.int32), segments.control
     head, left = HeadRows(row, row, row), jnp.asarray(segments.steps_left)
     capacity = segments.quota.shape[1]
     empty = jnp.zeros((capacity, size), jnp.int32)
@@ -147,11 +148,11 @@ def decode(
         return (lengths > 0) & ~ended & (step < left)
 
     def unfinished(carry: _Turn) -> Bool[Array, ""]:
-        _, ended, trace, _, _ = carry
+        _, ended, trace, *_ = carry
         return (trace.steps < max_steps) & active(ended, trace.steps).any()
 
     def turn(carry: _Turn) -> _Turn:
-        tokens, ended, trace, penalty, pool = carry
+        tokens, ended, trace, penalty, recent, pool = carry
         step, goes_on = trace.steps, active(ended, trace.steps)
         positions = jnp.maximum(lengths - 1, 0) + step
         place = _place(reads, lengths, step, goes_on)
@@ -166,8 +167,10 @@ def decode(
             seen = _seen(config, reads, lengths, step)
             hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
             asked, known = count, penalty
-        now = jnp.asarray(segments.step) + step
-        choice = chosen(params, config, hidden, head, positions + 1, segments, now, asked, known, level)
+        now, asking = jnp.asarray(segments.step) + step, segments
+        if control is not None and recent is not None:
+            asking = segments._replace(control=control._replace(left=recent))
+        choice = chosen(params, config, hidden, head, positions + 1, asking, now, asked, known, level)
         token, committed, logprob = committing(choice, goes_on)
         trace = Trace(
             step + 1,
@@ -178,11 +181,13 @@ def decode(
         )
         ended = ended | (token[:, None] == stop_ids).any(axis=1)
         penalty = None if penalty is None else penalty.with_tokens(token, committed)
-        return token, ended, trace, penalty, pool
+        recent = None if recent is None else jnp.append(recent[:, 1:], token[:, None], axis=1)
+        return token, ended, trace, penalty, recent, pool
 
     tokens = taken(sequences.tokens, sequences.left, sequences.source)
-    carry = jnp.maximum(tokens, 0), tokens < 0, trace, penalty, pool
-    tokens, ended, trace, _, pool = lax.while_loop(unfinished, turn, carry)
+    recent = None if control is None or control.left is None else jnp.asarray(control.left)
+    carry = jnp.maximum(tokens, 0), tokens < 0, trace, penalty, recent, pool
+    tokens, ended, trace, *_, pool = lax.while_loop(unfinished, turn, carry)
     return (trace, padded(jnp.where(ended, -1, tokens), len(sequences.left))), pool
 
 

@@ -111,13 +111,13 @@ def choose(
     - `head`, `positions`: the rows to evaluate and their absolute positions.
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: rows to evaluate; of several chunks those beyond it are skipped on the device.
-    - `plain`: how many of them, the first, have no filter and are not listed.
+    - `plain`: how many of them, the first, have no control and no filter and are not listed.
     - `penalty`: of the segments; `None` where none has one.
     - `lowered`: of the rows, none of them plain; `None` where none has one.
     - `chunks`: into how many chunks the head rows are cut where logits exist, which they do for one chunk at
       a time; static.
-    - `level`: what the segments' measures, filters and lists need; static. Plain rows never meet the last
-      two.
+    - `level`: what the segments' measures, controls, filters and lists need; static. Plain rows never meet
+      the last three.
     """
     total = head.row.shape[0]
     everything = head, positions, sources, lowered
@@ -187,11 +187,13 @@ def decide(
     - `count`: may exceed the rows.
     - `penalty`: of the segments; `None` where none has one. Log-probabilities are those after the penalties.
     - `lowered`: of the rows, likewise.
-    - `level`: at least what the segments' measures, filters and lists need; static.
+    - `level`: at least what the segments' measures, controls, filters and lists need; static.
     """
     seeds = jnp.asarray(segments.seed)
     token_keys = step_keys(seeds, Purpose.TOKEN, step)
     order_keys = step_keys(seeds, Purpose.ORDER, step)
+    if level < Level.FILTERED:
+        segments = segments._replace(control=None)
     part, keys, order = jax.tree.map(lambda x: jnp.asarray(x)[segment], (segments, token_keys, order_keys))
     rows = _row_sampling(part, keys, positions, penalty and penalty.of_rows(jnp.asarray(segment)))
     rows = rows._replace(lowered=lowered)
@@ -225,6 +227,7 @@ def _row_sampling(
         confidence_bans=jnp.where(part.stop_last[:, None], -1, part.confidence_bans),
         listed=part.listed,
         penalty=penalty,
+        control=part.control,
     )
 
 

@@ -117,6 +117,7 @@ def _of_part(rows: RowSampling, head: VocabularyPart, first: Int[Array, ""]) -> 
         confidence_bans=own(rows.confidence_bans),
         penalty=None if rows.penalty is None else _penalty_of_part(rows.penalty, size, first),
         lowered=None,
+        control=None,
         first_id=jnp.full_like(limit, first),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jdllm.decoding.batch import BANS, PADDING_BANS
+from jdllm.decoding.controls import control_columns, control_of
 from jdllm.decoding.registry import NO_CACHE, RULES, number_of, numbered, options
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, quotas
@@ -19,6 +20,9 @@ from jdllm.pallas.masked_logits import Level
 
 _COLDEST = 1e-20
 """Logits divided by less might be infinite; what is drawn at this temperature is the likeliest already."""
+
+_TREES = ("options", "control")
+"""Entries of `segment_row` that are more than a number or a row of numbers."""
 
 _ENTRIES = {float: np.float32, int: np.int32, bool: np.bool_}
 
@@ -51,7 +55,7 @@ def head_level(sampling: SamplingParams) -> Level:
 def evaluated_apart(sampling: SamplingParams) -> bool:
     """Whether the logits of a request's rows have to exist: it filters or changes them, or lists the
     likeliest."""
-    return sampling.filtered or sampling.listed > 0 or sampling.penalty_lambda > 0
+    return sampling.filtered or sampling.listed > 0 or sampling.penalty_lambda > 0 or sampling.controlled
 
 
 def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> StepTable:
@@ -68,10 +72,14 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     return quotas(np.full(most, masks, np.int32))
 
 
-def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]:
-    """The entries of `SegmentParams` that do not change while a request runs."""
+def segment_row(sampling: SamplingParams, config: ModelConfig, *, in_order: bool = False) -> dict[str, Any]:
+    """The entries of `SegmentParams` that do not change while a request runs.
+
+    Arguments:
+    - `in_order`: whether each token is generated from all tokens before it.
+    """
     token_bans, confidence_bans = bans(sampling, config)
-    rule, filters = rule_of(sampling), sampling.filters
+    rule, filters, limit = rule_of(sampling), sampling.filters, _limit(sampling, config)
     number = number_of(QUOTA if rule.acceptance is None else rule.acceptance)
     return {
         "seed": seed_words(sampling.seed),
@@ -82,8 +90,9 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]
         "top_p": np.float32(filters.get("top_p", 2)),
         "min_p": np.float32(filters.get("min_p", 0)),
         "top_k_first": np.bool_(config.in_order),
-        "limit": _limit(sampling, config),
+        "limit": limit,
         "token_bans": token_bans,
+        "control": control_of(sampling, config, int(limit), token_bans.tolist(), in_order=in_order),
         "confidence_bans": confidence_bans,
         "listed": np.bool_(sampling.listed > 0),
         "measure": np.int32(measure_of(sampling)),
@@ -116,9 +125,10 @@ def initial_states(head_rows: int, segments: int) -> dict[str, dict[str, np.ndar
 
 
 def segment_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `SegmentParams` that `segment_row` gives, from the rows of all segments."""
+    """The fields of `SegmentParams` that `segment_row` gives, from the rows of all segments; positions of
+    controls count from the beginning of a request's text."""
     columns: dict[str, Any] = {
-        name: np.array([row[name] for row in rows]) for name in rows[0] if name != "options"
+        name: np.array([row[name] for row in rows]) for name in rows[0] if name not in _TREES
     }
     values = {}
     for name, (option, _) in options().items():
@@ -127,7 +137,8 @@ def segment_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             # An option may have been registered after a request was made.
             default = _entry(option.array, option.default) if None in given else None
             values[name] = np.array([default if value is None else value for value in given])
-    return {**columns, "options": OfRules(values, numbered())}
+    control = control_columns([row["control"] for row in rows])
+    return {**columns, "options": OfRules(values, numbered()), "control": control}
 
 
 def adaptive_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.ndarray | np.generic]:

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from jdllm.declarations import explain, listed, plain
+from jdllm.decoding.control_kinds import AllowedIds, BadWords, LogitBias, TokenId
 from jdllm.decoding.kinds import LARGEST, POST_STEPS, Length, OneOf, PostSteps, Scale, Share, Step
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.decoding.registry import RULES, cache_names, options, rule_names
@@ -54,7 +55,6 @@ def none_at(*values: int) -> BeforeValidator:
 
 _Factor = Annotated[float, Field(ge=1 / LARGEST, le=LARGEST)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
@@ -93,6 +93,8 @@ class SamplingParams:
       left in the block, before anything is chosen or measured (SGLang's `JointThreshold`).
     - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, one or a list. A text must
       lie within the answer, across tokens or not: a text that begins in the prompt does not count.
+    - `min_tokens` (0): in so many first positions of the answer no id is chosen that ends the text, of the
+      model's or of `stop_token_ids`. Texts of `stop` may still end it there.
 
     Answers
     - `n` (1): samples of each prompt. Sample i has the key (`seed`, i), so sample 0 has the plain seed.
@@ -118,6 +120,11 @@ class SamplingParams:
     - `seed` (0): of all random draws of this request, 64 bits; `None` or -1 draws a seed for each request.
       The same seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the
       official code may draw 0 (quirk Q5).
+    - `logit_bias` (`None`): numbers from -100 to 100 that are added to the logits of ids, as {id: number}.
+    - `allowed_token_ids` (`None`: all): the only ids that may be chosen. Ids that end the text are allowed
+      only where they are among these.
+    - `bad_words` (none): words that the answer may not have: one text, or a list of texts and lists of ids. A
+      text is banned as it stands and behind a space. Words of several tokens are for causal models.
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
@@ -203,12 +210,16 @@ class SamplingParams:
     gen_length: Length = 128
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple)] = ()
-    stop_token_ids: Annotated[tuple[_TokenId, ...], BeforeValidator(_tuple)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(_tuple)] = ()
     early_stop: bool = True
     stop_in_block: bool = False
     editing_threshold: Share | None = None
     max_post_steps: PostSteps = POST_STEPS
     penalty_lambda: Scale = 0.0
+    min_tokens: Step = 0
+    logit_bias: LogitBias = None
+    allowed_token_ids: AllowedIds = None
+    bad_words: BadWords = ()
     logprobs: Annotated[int | None, Field(ge=0, le=LISTED), BeforeValidator(_count)] = None
     temperature: Scale = 0.0
     top_p: Share | None = None
@@ -280,6 +291,9 @@ class SamplingParams:
                 f"max_tokens is {made.max_tokens}, more than gen_length {made.gen_length}:"
                 " leave gen_length out"
             )
+        most = made.max_tokens or made.gen_length
+        if made.min_tokens > most:
+            raise RequestError(f"min_tokens is {made.min_tokens}, more than the {most} tokens of the answer")
         return made
 
     @field_validator("*", mode="before")
@@ -362,6 +376,13 @@ class SamplingParams:
     def listed(self) -> int:
         """How many of the likeliest ids are reported for each token."""
         return self.logprobs or 0
+
+    @property
+    def controlled(self) -> bool:
+        """Whether ids are excluded, or their logits changed, beyond what every request has."""
+        biased = any((self.logit_bias or {}).values())
+        banned = self.allowed_token_ids is not None or bool(self.bad_words)
+        return biased or banned or self.min_tokens > 0
 
     @property
     def bans_undefined(self) -> bool:

@@ -25,6 +25,10 @@ _NOT_ADAPTIVE = {
     "remasking": ("low_confidence", "goes from left to right"),
     "confidence_eos_eot_inf": (None, "goes from left to right"),
     "prompt_masks": ("error", "does not fill masks in the prompt (infill does)"),
+    "min_tokens": (0, "chooses by the logits of two models"),
+    "logit_bias": (None, "chooses by the logits of two models"),
+    "allowed_token_ids": (None, "chooses by the logits of two models"),
+    "bad_words": ((), "chooses by the logits of two models"),
 }
 """What adaptive parallel decoding has not: each option's default, and why."""
 

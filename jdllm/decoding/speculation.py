@@ -53,11 +53,11 @@ def speculate(
     - `storage`: where all rows are stored.
     - `stored`, `seen`: the pages that each tile of rows sees, without and with the rows of its own block.
       Where `masks_verify`, `stored` has as many tiles again for these.
-    - `plain`: how many head rows have no filter and are not listed.
+    - `plain`: how many head rows have no control and no filter and are not listed.
     - `pool`: keys and values of all requests, written in place: donate it.
     - `config`, `mask_id`: the model; static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
-    - `level`: at least what the segments' rules, filters and lists need; static.
+    - `level`: at least what the segments' rules, controls, filters and lists need; static.
 
     Returns the trace of one step, with for each head row the token behind it, which counts where all rows
     before hold what the model generates; then the evaluations that drafted for each segment; and the pool.

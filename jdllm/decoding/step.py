@@ -31,7 +31,7 @@ class AskedRows(NamedTuple):
     - `masked`: which head rows are masked, in their given order.
     - `evaluated`: which ones the step evaluates: those, and where a segment edits those that it may replace.
     - `place`: where each of those is among the following.
-    - `plain`: how many of them have no filter and are not listed.
+    - `plain`: how many of them have no control and no filter and are not listed.
     - `rows`, `positions`, `sources`: head rows, their positions, and the packed rows that predict them.
     - `lowered`: an id of each of them whose logit is lowered; `None` where none has one.
     """
@@ -205,9 +205,10 @@ def asked_rows(
 
 
 def apart(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segments"]:
-    """Which segments draw from a filtered distribution, or have their likeliest ids listed."""
+    """Which segments control logits, draw from filtered distributions, or have their likeliest ids listed."""
     top_k, top_p, min_p = (jnp.asarray(x) for x in (segments.top_k, segments.top_p, segments.min_p))
-    return (top_k < config.vocab_size) | (top_p <= 1) | (min_p > 0) | segments.listed
+    found = (top_k < config.vocab_size) | (top_p <= 1) | (min_p > 0) | segments.listed
+    return found if segments.control is None else found | segments.control.controlled
 
 
 def wanted_of(asked: AskedRows) -> tuple[Wanted, Sources]:

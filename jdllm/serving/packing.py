@@ -14,6 +14,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
+from jdllm.pallas.masked_logits import ANY, RowControl
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.request import Request
@@ -106,9 +107,32 @@ def segment_params(requests: Sequence[Request], entry: Entry, config: ModelConfi
         columns = _columns(tuple(spec for _, spec in asked), size, config, (tuple(options()), numbered()))
     else:
         columns = segment_columns(_with_padding([row for row, _ in asked], size, config))
+    columns = {**columns, "control": _placed(columns["control"], requests)}
     step = padded(np.array([r.steps for r in requests], np.int32), size)
     steps_left = padded(np.array([r.steps_left for r in requests], np.int32), size)
     return SegmentParams(**columns, step=step, steps_left=steps_left, quota=quota, fraction=fraction)
+
+
+def controlled(requests: Sequence[Request]) -> bool:
+    """Whether any of them controls logits, for which there are other executables."""
+    return any(request.sampling.controlled for request in requests)
+
+
+def _placed(control: RowControl | None, requests: Sequence[Request]) -> RowControl | None:
+    """The controls of requests as they stand: positions are counted in their sequences, and words end behind
+    their known tokens."""
+    if control is None:
+        return None
+    begins = [int(r.positions(np.array(r.returned.start))) if r.sampling.min_tokens else 0 for r in requests]
+    until, words = np.asarray(control.until), control.words
+    control = control._replace(until=until + padded(np.array(begins, np.int32), len(until)))
+    if words is None:
+        return control
+    left = np.full((len(until), words.shape[2] - 1), ANY, np.int32)
+    for row, request in zip(left, requests, strict=False):
+        known = request.tokens[max(0, request.known - len(row)) : request.known]
+        row[len(row) - len(known) :] = known
+    return control._replace(left=left)
 
 
 @functools.lru_cache(maxsize=8)

@@ -181,6 +181,8 @@ def infill_spec(
         )
     if sampling.stop or sampling.stop_token_ids:
         raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
+    if sampling.min_tokens:
+        raise RequestError("a sequence to infill has no end to put off: leave min_tokens out")
     tokens = checked_ids(tokens, config)
     masks = np.flatnonzero(tokens == mask_id_of(config))
     if not len(masks):

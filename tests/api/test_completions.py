@@ -264,7 +264,6 @@ WRONG = {
     "wrong type": ({"max_tokens": "5"}, "max_tokens"),
     "out of bounds": ({"temperature": -1}, "temperature"),
     "penalty": ({"presence_penalty": 0.5}, "presence_penalty"),
-    "bias": ({"logit_bias": {"5": 1}}, "logit_bias"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format"),
     "best_of": ({"best_of": 3}, "best_of"),
     "without effect": ({"threshold": 0.5}, "threshold"),

@@ -74,6 +74,14 @@ SAMPLED = [
     SamplingParams(max_tokens=9, temperature=0.8, top_k=20, seed=3, early_stop=False),
     SamplingParams(max_tokens=9, repetition_penalty=1.4, early_stop=False, logprobs=4),
     SamplingParams(max_tokens=1),
+    SamplingParams(
+        max_tokens=9,
+        allowed_token_ids=tuple(range(3, 30)),
+        logit_bias={9: 1.5},
+        min_tokens=4,
+        bad_words=tuple((i, i) for i in range(3, 20)),
+        early_stop=False,
+    ),
 ]
 
 

@@ -114,9 +114,22 @@ def test_those_of_a_causal_checkpoint_too(use_model: UseModel, tmp_path: Path):
     assert listener.asked == [SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.25)]
 
 
+def test_controls_of_logits(use_model: UseModel, tmp_path: Path):
+    listener = Listener()
+    use_model(listener)
+    allowed = ["--allowed-token-ids", "5", "--allowed-token-ids", "7"]
+    controls = ["--logit-bias", '{"5": -1.5, "7": 2}', *allowed, "--min-tokens", "3", "--bad-words", "5"]
+    CliRunner().invoke(app, ["generate", "--model", str(stating(tmp_path, LLADA)), *IDS, *controls])
+    assert listener.asked == [
+        SamplingParams(logit_bias={5: -1.5, 7: 2.0}, allowed_token_ids=(5, 7), min_tokens=3, bad_words=("5",))
+    ]
+
+
 @pytest.mark.parametrize(
     ("model", "option", "value", "message"),
     [
+        (LLADA, "--logit-bias", "5", "is '5', expected token ids with numbers from -100 to 100"),
+        (LLADA, "--allowed-token-ids", "x", "is 'x', expected an integer from 0 to"),
         (LLADA, "--gen-length", "0", "is 0, expected"),
         (
             LLAMA,

@@ -63,7 +63,8 @@ def step(
     params: Params, config: ModelConfig, batch: Batch, tiers: HostTiers | None, executables: Executables
 ) -> Trace:
     """One step by the device, or by the host with `tiers`."""
-    static = {"config": config, "mask_id": config.mask_id, "level": Level.MOMENTS}
+    level = Level.MOMENTS if batch.segments.control is None else Level.FILTERED
+    static = {"config": config, "mask_id": config.mask_id, "level": level}
     if tiers is None:
         chunks = ChunkConfig(logits=LOGITS_CHUNKS)
         trace = executables.call(denoise, params, batch, np.int32(1), chunks=chunks, **static)
@@ -113,6 +114,16 @@ def test_shifted_logits(
     tiers: HostTiers, dream_params: Params, dream_config: ModelConfig, executables: Executables
 ):
     compare(dream_params, dream_config, DREAM, tiers, executables)
+
+
+@pytest.mark.slow
+def test_controls(params: Params, config: ModelConfig, executables: Executables):
+    """Of some requests; positions from which an end is allowed lie in several chunks."""
+    ends = (3, 9)
+    own = {"min_tokens": 20, "stop_token_ids": ends, "logit_bias": dict.fromkeys(ends, 9.0)}
+    controls = [own, {"allowed_token_ids": tuple(range(40, 90))}]
+    options = [one | more for one, more in zip(LLADA, [*controls, *[{}] * len(LLADA)], strict=False)]
+    compare(params, config, options, RESIDUAL, executables)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ SAMPLINGS = [
     dataclasses.replace(DUAL, temperature=0.8, top_k=5, seed=3, logprobs=3),
     dataclasses.replace(DUAL, transfer="threshold", threshold=0.4, refresh_interval=3),
     dataclasses.replace(DUAL, refresh_delay=1, official_forcing=True),
+    dataclasses.replace(DUAL, bad_words=((78,),), logit_bias={7: 3.0}, min_tokens=5, stop_token_ids=(7,)),
 ]
 
 

@@ -3,8 +3,10 @@
 from jdllm.pallas.listed import LISTED
 from jdllm.pallas.masked_logits.api import masked_logits, rows_at_once
 from jdllm.pallas.masked_logits.types import (
+    ANY,
     Level,
     Likeliest,
+    RowControl,
     RowDecision,
     RowLowered,
     RowPenalty,
@@ -12,9 +14,11 @@ from jdllm.pallas.masked_logits.types import (
 )
 
 __all__ = [
+    "ANY",
     "LISTED",
     "Level",
     "Likeliest",
+    "RowControl",
     "RowDecision",
     "RowLowered",
     "RowPenalty",

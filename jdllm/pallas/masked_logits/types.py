@@ -13,13 +13,17 @@ Ids = Int[Tensor, "rows bans"]
 Keys = tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
 
 
+ANY = -1
+"""Stands for no id of a word."""
+
+
 class Level(enum.IntEnum):
     """How much is computed of each row's distribution; each level includes those before it.
 
     - `TOP`: what the token's own probability needs.
     - `MOMENTS`: the second largest value and the entropy too.
-    - `FILTERED`: top-k, top-p and min-p filters are applied first, which sorts the logits; and the likeliest
-      ids of rows are listed.
+    - `FILTERED`: controls, and top-k, top-p and min-p filters, which sort the logits, are applied first; and
+      the likeliest ids of rows are listed.
     """
 
     TOP = 0
@@ -56,6 +60,31 @@ class RowLowered(NamedTuple):
     by: Float[Tensor, " rows"]
 
 
+class RowControl(NamedTuple):
+    """Which ids each row may have, and numbers that are added to some logits, before everything else that the
+    row asks for.
+
+    - `controlled`: rows that ask for any of these; the others have what changes nothing.
+    - `allowed`: a bit for each id, the lowest bit of a word first: without its bit an id has no logit.
+    - `ids`: ids whose logits are raised, all different in a row. Those outside the vocabulary stand for none.
+    - `early`, `late`: added to their logits in rows whose position is below `until`, and in all others; -inf
+      removes an id.
+    - `until`: a position.
+    - `words`: ids of words, one after another, `ANY` before the first: where a row comes behind all but the
+      last of them, the last has no logit. A word of `ANY` alone is none. `None` where no row has a word.
+    - `left`: the ids to the left of each row, one fewer than words have, `ANY` where there is none.
+    """
+
+    controlled: Bool[Tensor, " rows"]
+    allowed: UInt32[Tensor, "rows words"]
+    ids: Int[Tensor, "rows raised"]
+    early: Float[Tensor, "rows raised"]
+    late: Float[Tensor, "rows raised"]
+    until: Int[Tensor, " rows"]
+    words: Int[Tensor, "rows words length"] | None = None
+    left: Int[Tensor, "rows before"] | None = None
+
+
 class RowSampling(NamedTuple):
     """How each row's token is drawn.
 
@@ -72,6 +101,7 @@ class RowSampling(NamedTuple):
     - `listed`: rows whose likeliest ids are wanted.
     - `penalty`: `None` where no row has one.
     - `lowered`: `None` where no row has one. It counts at `Level.FILTERED` only.
+    - `control`: `None` where no row has one. It counts at `Level.FILTERED` only.
     - `first_id`: of the whole vocabulary, the id that keys the noise of the head's first id: a multiple of
       256, the same for all rows. `None` for 0. All other ids count from the head's first one.
     """
@@ -90,6 +120,7 @@ class RowSampling(NamedTuple):
     listed: Bool[Tensor, " rows"]
     penalty: RowPenalty | None = None
     lowered: RowLowered | None = None
+    control: RowControl | None = None
     first_id: Int[Tensor, " rows"] | None = None
 
     @property
@@ -116,7 +147,8 @@ class Likeliest(NamedTuple):
 
 
 class RowDecision(NamedTuple):
-    """What is kept of a row's logits, after penalties, bans and, of a tempered row, temperature and filters.
+    """What is kept of a row's logits, after controls, penalties, bans and, of a tempered row, temperature and
+    filters.
 
     - `token`: argmax of the noised logits, the lowest id on ties.
     - `logit`: the logit of `token`, without noise.

@@ -9,7 +9,17 @@ from jdllm.arrays import Tensor
 from jdllm.layers import head_logits
 from jdllm.noise import gumbel, id_bits
 from jdllm.pallas.listed import LISTED
-from jdllm.pallas.masked_logits.types import Ids, Keys, Level, Likeliest, RowDecision, RowPenalty, RowSampling
+from jdllm.pallas.masked_logits.types import (
+    ANY,
+    Ids,
+    Keys,
+    Level,
+    Likeliest,
+    RowControl,
+    RowDecision,
+    RowPenalty,
+    RowSampling,
+)
 
 Logits = Float[Array, "rows vocab"]
 
@@ -24,6 +34,9 @@ def masked_logits_xla(
 def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecision:
     """What `masked_logits` returns, of f32 logits in place of a product."""
     ids = jnp.arange(logits.shape[1])
+    if rows.control is not None and level >= Level.FILTERED:
+        # The barrier is for the reason that the next one has.
+        logits = lax.optimization_barrier(controlled(logits, rows.control, jnp.asarray(rows.positions)))
     if rows.penalty is not None:
         # Sums over the vocabulary, fused with the penalties, could differ in the last bit from the sums of a
         # batch without any.
@@ -55,6 +68,30 @@ def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecisio
         negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
     listed = likeliest(measured, rows.listed) if level >= Level.FILTERED else None
     return RowDecision(token, logit, maximum, total, second, negative_entropy, listed)
+
+
+def controlled(logits: Logits, control: RowControl, positions: Int[Array, " rows"]) -> Logits:
+    """The logits after their controls."""
+    words = jnp.asarray(control.allowed)
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    has = bits.reshape(len(words), -1)[:, : logits.shape[1]] > 0
+    early = (positions < jnp.asarray(control.until))[:, None]
+    by = jnp.where(early, jnp.asarray(control.early), jnp.asarray(control.late))
+    at = jnp.arange(len(words))[:, None], jnp.asarray(control.ids)
+    raised = logits.at[at].add(by, mode="drop", unique_indices=True)
+    if control.words is not None:
+        ids = _last_of_words(jnp.asarray(control.words), jnp.asarray(control.left))
+        raised = raised.at[at[0], ids].set(-jnp.inf, mode="drop")
+    return jnp.where(has, raised, -jnp.inf)
+
+
+def _last_of_words(
+    words: Int[Array, "rows words length"], left: Int[Array, "rows before"]
+) -> Int[Array, "rows words"]:
+    """The last id of each word that a row would complete; an id outside any vocabulary for the others."""
+    before = (words[..., :-1] == left[:, None]) | (words[..., :-1] == ANY)
+    last = words[..., -1]
+    return jnp.where(before.all(axis=-1) & (last != ANY), last, jnp.iinfo(jnp.int32).max)
 
 
 def penalised(logits: Logits, penalty: RowPenalty) -> Logits:

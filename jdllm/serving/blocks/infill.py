@@ -14,7 +14,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.serving.blocks.request import BlockSpec, block_length_of, small_block_length_of
 from jdllm.serving.spec import Block, checked_ids, mask_id_of
 
-_ENDS = ("stop", "stop_token_ids", "stop_in_block")
+_ENDS = ("stop", "stop_token_ids", "stop_in_block", "min_tokens")
 
 
 def block_infill_spec(

@@ -49,7 +49,7 @@ class PackedChoices(NamedTuple):
 
     - `batch`: the rows; head rows are the last ones of blocks that foretell a token, plain ones first.
     - `storage`, `seen`: as `PackedBlocks` has them.
-    - `plain`: how many head rows have no filter and are not listed.
+    - `plain`: how many head rows have no control and no filter and are not listed.
     - `order`: which requests the head rows belong to.
     """
 

@@ -38,6 +38,7 @@ from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.next_tokens import by_request, spread
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import controlled
 from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request, of_class
@@ -74,7 +75,9 @@ class BlockRunner:
         self._entries = {False: stores.prefill, True: ladder.reuse}
         self._parts = PartRunner(model, background)
         kinds = [(False, False), (False, True), *([] if at_once else [(True, True)])]
-        self._sizes = {kind: Sizes(self._entries[kind[0]]) for kind in kinds}
+        self._sizes = {
+            (*kind, controls): Sizes(self._entries[kind[0]]) for kind in kinds for controls in (False, True)
+        }
         self._usual = pages_of(account.rows) + PAGE_ROWS
         self._tile_rows = ladder.tile_rows
         without = dataclasses.replace(ladder, refresh=(), refresh_any=())
@@ -133,7 +136,8 @@ class BlockRunner:
             batch = self._packed(asked, parts, self._pool.book, entry, form)
             return Packed(batch, self._program(batch, entry))
 
-        sizes = self._sizes[tiled, entries is not None]
+        # Where nothing is foretold the head is not asked, and there is one executable for all.
+        sizes = self._sizes[tiled, entries is not None, self._foretells and controlled(requests)]
         chosen = self._parts.choose(sizes, packed, Need(rows, len(asked), len(asked)))
         counts = [int(foretells(*each)) for each in zip(asked, parts, strict=True)]
 
@@ -158,7 +162,7 @@ class BlockRunner:
         sampling = SamplingParams(gen_length=1, block_length=1)
         request = BlockRequest(block_spec([0], sampling, self._config), -1)
         pool = self._pool.book.allocate(request.id, 2)
-        for tiled, stored in self._sizes:
+        for tiled, stored in (kind[:2] for kind in self._sizes if not kind[2]):
             for entry in self._entries[tiled]:
                 form = self._form(entry, tiled=tiled, entries=1 if stored else None)
                 part = range(int(tiled), int(tiled) + 1)
@@ -168,10 +172,10 @@ class BlockRunner:
             yield from self._at_once.programs()
 
     def warm(self) -> None:
-        """Compile every entry of the ladder."""
+        """Compile every entry of the ladder; entries with controls are compiled when first needed."""
         self._executables.prepare(list(self.programs()))
-        for (tiled, _), sizes in self._sizes.items():
-            sizes.compiled.update(self._entries[tiled])
+        for (tiled, _, controls), sizes in self._sizes.items():
+            sizes.compiled.update(() if controls else self._entries[tiled])
         self._steps.warm()
         if self._at_once is not None:
             self._at_once.warm()

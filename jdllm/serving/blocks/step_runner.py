@@ -1,5 +1,6 @@
 """Stores the block that a request has finished together with the next step."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ from jdllm.serving.denoise.cached_runner import LEVELS, step_level, step_static
 from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.left_tokens import LeftTokens
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import controlled
 from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request, of_class
@@ -83,7 +85,9 @@ class StepRunner:
         self._params, self._config, self._executables, self._account, self._pool = model
         self._entries = ladder.reuse
         self._parts, self._left = PartRunner(model, background), left
-        self._sizes = {level: Sizes(self._entries) for level in LEVELS}
+        self._sizes: dict[tuple[Level, bool], Sizes] = {
+            kind: Sizes(self._entries) for kind in itertools.product(LEVELS, (False, True))
+        }
         self._chained = model.on_each_card(chains_storing)
         assert self._config.block_length is not None  # a block model has one
         self._table_size = self._pool.entries(ladder.tiles)  # holds what the scheduler gives to a part
@@ -115,7 +119,7 @@ class StepRunner:
             return Packed(batch, self._program(batch, entry, level))
 
         need = Need(self._tiles.rows_for(asked), sum(map(len, candidates)), len(asked))
-        chosen = self._parts.choose(self._sizes[level], packed, need)
+        chosen = self._parts.choose(self._sizes[level, controlled(requests)], packed, need)
 
         def run() -> EncodedTrace:
             arguments, unseen = chosen.arguments[:-2], self._left.unseen(chosen.batch.source)
@@ -144,10 +148,10 @@ class StepRunner:
                 )
 
     def warm(self) -> None:
-        """Compile every entry of the ladder."""
+        """Compile every entry of the ladder; entries with controls are compiled when first needed."""
         self._executables.prepare(list(self.programs()))
-        for sizes in self._sizes.values():
-            sizes.compiled.update(self._entries)
+        for level in LEVELS:
+            self._sizes[level, False].compiled.update(self._entries)
 
     def _packed(
         self,

@@ -34,7 +34,7 @@ class PackedPrompts(NamedTuple):
     - `batch`: the parts; the head rows are the last rows of prompts that end, plain rows first.
     - `storage`: the rows to store.
     - `keys`: the keys that ranges refer to; `None` for the rows' own keys.
-    - `plain`: how many head rows have no filter and are not listed.
+    - `plain`: how many head rows have no control and no filter and are not listed.
     - `penalty`: of the ids that the prompts hold; `None` if no segment has one.
     - `order`: which requests the head rows belong to.
     """
@@ -198,6 +198,11 @@ def _plain(requests: Sequence[CausalRequest]) -> np.ndarray:
 def penalised(requests: Sequence[CausalRequest]) -> bool:
     """Whether any of them has a penalty."""
     return any(penalties_of(request.sampling) for request in requests)
+
+
+def has_words(segments: SegmentParams) -> bool:
+    """Whether any of them bans words of several tokens."""
+    return segments.control is not None and segments.control.words is not None
 
 
 def _penalty(requests: Sequence[CausalRequest], entry: Entry, config: ModelConfig) -> Penalty | None:

@@ -74,7 +74,7 @@ def causal_spec(
         shifted=False,
         stop_ids=(*config.stop_ids, *sampling.stop_token_ids),
         decode=decode,
-        segment=segment_row(sampling, config),
+        segment=segment_row(sampling, config, in_order=True),
     )
 
 

@@ -23,6 +23,7 @@ from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.packing import (
     PackedPrompts,
     PackedSequences,
+    has_words,
     pack_prompts,
     pack_sequences,
     pages_of,
@@ -36,6 +37,7 @@ from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.next_tokens import by_request, spread
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import controlled
 from jdllm.serving.part_runner import Chosen, Need, Packed, PartRunner
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request, of_class
@@ -68,7 +70,7 @@ class CausalRunner:
         self._ladder = ladder
         self._layered = layered
         self._parts = PartRunner(model, background)
-        kinds = list(itertools.product((False, True), repeat=2))
+        kinds = list(itertools.product((False, True), repeat=3))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
         self._chained = model.on_each_card(decodes_in_chain)
@@ -100,7 +102,7 @@ class CausalRunner:
         asked = of_class(CausalRequest, requests)
         parts = [part_of(request, self.chunk) for request in asked]
         stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
-        sizes = self._prefill_sizes[stored, penalised(asked)]
+        sizes = self._prefill_sizes[stored, penalised(asked), controlled(asked)]
         entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
 
         def packed(entry: Entry) -> Packed[PackedPrompts]:
@@ -115,7 +117,8 @@ class CausalRunner:
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` tokens of each request."""
         asked = of_class(CausalRequest, requests)
-        kind = any(evaluated_apart(request.sampling) for request in asked), penalised(asked)
+        apart = any(evaluated_apart(request.sampling) for request in asked)
+        kind = apart, penalised(asked), controlled(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[kind[0]]
 
         def packed(entry: Entry) -> Packed[PackedSequences]:
@@ -138,7 +141,9 @@ class CausalRunner:
             return trace
 
         launch = self._launch(chosen, asked, counts, [None] * len(asked))._replace(run=run, steps=steps)
-        return launch if kind[1] else launch._replace(left_at=np.argsort(chosen.batch.order).tolist())
+        # The host packs what is known of a sequence for penalties and for words of several tokens.
+        known = penalised(asked) or has_words(chosen.batch.sequences.segments)
+        return launch if known else launch._replace(left_at=np.argsort(chosen.batch.order).tolist())
 
     def _launch(
         self,
@@ -170,11 +175,12 @@ class CausalRunner:
                 yield self._decode_program(packed, entry, level, 1)
 
     def warm(self) -> None:
-        """Compile every entry of the ladder; entries with penalties are compiled when first needed."""
+        """Compile every entry of the ladder; entries with penalties or controls are compiled when first
+        needed."""
         self._executables.prepare(list(self.programs()))
         for chosen in (False, True):
-            self._prefill_sizes[chosen, False].compiled.update(self._ladder.prefill)
-            self._decode_sizes[chosen, False].compiled.update(self._ladder.decode)
+            self._prefill_sizes[chosen, False, False].compiled.update(self._ladder.prefill)
+            self._decode_sizes[chosen, False, False].compiled.update(self._ladder.decode)
 
     def _sequences(
         self, asked: Sequence[CausalRequest], pool: PageBook, entry: Entry, entries: int

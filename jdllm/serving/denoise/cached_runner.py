@@ -33,7 +33,7 @@ from jdllm.serving.denoise.cached_packing import (
 from jdllm.serving.launch import Launch
 from jdllm.serving.left_tokens import LeftTokens
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.packing import demand, smallest_request
+from jdllm.serving.packing import controlled, demand, smallest_request
 from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
@@ -50,10 +50,12 @@ class RefreshForm(NamedTuple):
     - `usual`: whether no request needs a level of the head above `Level.TOP`, and those that score keys are
       usual, as in `jdllm.execution.paged.selection.sources`. Then the device counts no turns of a loop, which
       the host would wait for.
+    - `controlled`: whether any request controls logits.
     """
 
     scored: bool
     usual: bool
+    controlled: bool = False
 
 
 class CachedRunner:
@@ -78,12 +80,16 @@ class CachedRunner:
         self._parts = PartRunner(model, background)
         self._refresh_entries = {True: ladder.refresh, False: ladder.refresh_any}
         self.refresh_sizes = {
-            RefreshForm(scored, usual): Sizes(entries)
-            for usual, entries in self._refresh_entries.items()
+            RefreshForm(scored, usual, controls): Sizes(self._refresh_entries[usual])
+            for usual, controls in ((True, False), (False, False), (False, True))
             for scored in (False, True)
         }
         self._single_steps = Sizes(ladder.single)
-        self._steps = {Level.TOP: Sizes(ladder.reuse), Level.FILTERED: Sizes(ladder.ranked)}
+        self._steps = {
+            (Level.TOP, False): Sizes(ladder.reuse),
+            (Level.FILTERED, False): Sizes(ladder.ranked),
+            (Level.FILTERED, True): Sizes(ladder.ranked),
+        }
         self._warm = False
         most = max(entry.head_rows for entry in (*ladder.refresh, *ladder.single))
         self.left = LeftTokens(most, model.params)
@@ -110,15 +116,15 @@ class CachedRunner:
                 yield self._reuse_program(batch, entry, level, steps)
 
     def warm(self) -> None:
-        """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many
-        sizes save more padding than scoring costs."""
+        """Compile every entry of the ladder; entries with controls are compiled when first needed. Refreshes
+        that score keys serve those that do not: twice as many sizes save more padding than scoring costs."""
         self._executables.prepare(list(self.programs()))
         for usual, entries in self._refresh_entries.items():
             self.refresh_sizes[RefreshForm(scored=True, usual=usual)].compiled.update(entries)
         for sizes, entries in (
-            (self._steps[Level.TOP], self._ladder.reuse),
+            (self._steps[Level.TOP, False], self._ladder.reuse),
             (self._single_steps, self._ladder.single),
-            (self._steps[Level.FILTERED], self._ladder.ranked),
+            (self._steps[Level.FILTERED, False], self._ladder.ranked),
         ):
             sizes.compiled.update(entries)
         self._warm = True
@@ -157,7 +163,7 @@ class CachedRunner:
         ).tolist()
         level = step_level(requests)
         once = self._warm and max_steps == 1 and level is Level.TOP
-        sizes = self._single_steps if once else self._steps[level]
+        sizes = self._single_steps if once else self._steps[level, controlled(requests)]
 
         def packed(entry: Entry) -> Packed[ReuseBatch]:
             usual = self._usual_entries(entry)
@@ -195,17 +201,18 @@ class CachedRunner:
         it is not compiled for that alone, nor once all sizes of the other one are compiled.
         """
         scoring = [request for request in requests if _scores(request)]
-        usual = all(map(is_usual, requests))
+        usual, controls = all(map(is_usual, requests)), controlled(requests)
         now = any(request.phase is Phase.REFRESH for request in scoring)
-        plain, scored = (self.refresh_sizes[RefreshForm(x, usual)].compiled for x in (False, True))
+        plain, scored = (self.refresh_sizes[RefreshForm(x, usual, controls)].compiled for x in (False, True))
         whole = scored.issuperset(self._refresh_entries[usual])
-        return RefreshForm(now or (not plain and (bool(scoring) or whole)), usual)
+        return RefreshForm(now or (not plain and (bool(scoring) or whole)), usual, controls)
 
     def _refresh_program(self, batch: RefreshBatch, entry: Entry, form: RefreshForm) -> Program:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
         level = Level.TOP if form.usual else Level.FILTERED
         static = step_static(self._config, self._account, entry, level)
-        static |= form._asdict() | {"left": self.left.size} | self._cut(entry, level)
+        static |= {"scored": form.scored, "usual": form.usual, "left": self.left.size}
+        static |= self._cut(entry, level)
         name, concurrent = f"refresh of {entry.rows} rows", self._concurrent(entry)
         return Program(_refresh, args, static, donate=("pool",), name=name, concurrent=concurrent)
 

@@ -25,7 +25,7 @@ from jdllm.planning.plan import Bucket, Workload, plan_bucket, refusal, rungs
 from jdllm.serving.background import Background
 from jdllm.serving.launch import Launch
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.packing import demand, pack, smallest_request
+from jdllm.serving.packing import controlled, demand, pack, smallest_request
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, mask_id_of
 
@@ -46,7 +46,8 @@ class FullRunner:
     - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
       and 512 without one.
 
-    `choices` are the chunks and tiers of each size so far, as they were planned.
+    `choices` are the chunks and tiers of each size so far, as they were planned, without and with requests
+    that control logits.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class FullRunner:
         self._chunks = chunks
         self._max_num_logits = max_num_logits
         self._tiers = () if model.account.offloaded else tuple(rungs(model.config))
-        self._sizes = Sizes(ladder.full)
-        self.choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
+        self._sizes = {kind: Sizes(ladder.full) for kind in (False, True)}
+        self.choices: dict[tuple[Entry, bool], tuple[ChunkConfig, HostTiers | None]] = {}
 
     def check(self, spec: RequestSpec) -> None:
         """Raise `MemoryBudgetError` for a request without a cache that is too long for the device."""
@@ -81,16 +82,17 @@ class FullRunner:
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of whole sequences; with rows in host memory at most one runs."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
-        entry = self._sizes.choose(rows, head_rows, len(requests), max_steps)
+        sizes = self._sizes[controlled(requests)]
+        entry = sizes.choose(rows, head_rows, len(requests), max_steps)
         batch, candidates = pack(requests, self._config, entry)
         mask_id = mask_id_of(self._config)
         chunks, tiers = self._choice(batch, mask_id, entry)
-        self._sizes.compiled.add(entry)
-        missing = self._sizes.missing(rows, head_rows, len(requests))
+        sizes.compiled.add(entry)
+        missing = sizes.missing(rows, head_rows, len(requests))
         if missing is not None and self._background.idle:
             smaller = pack(requests, self._config, missing).batch
             make = functools.partial(self._compile_entry, smaller, missing)
-            self._background.start(self._sizes, missing, _name(missing), make)
+            self._background.start(sizes, missing, _name(missing), make)
 
         def run() -> EncodedTrace:
             self.make_room(entry)
@@ -112,10 +114,10 @@ class FullRunner:
             yield Program(_denoise, args, static, name=_name(entry))
 
     def warm(self) -> None:
-        """Compile every entry of the ladder."""
+        """Compile every entry of the ladder; entries with controls are compiled when first needed."""
         for entry, batch in self._empty():
             self._compile_entry(batch, entry)
-            self._sizes.compiled.add(entry)
+            self._sizes[False].compiled.add(entry)
 
     def _compile_entry(self, batch: Batch, entry: Entry) -> None:
         mask_id = mask_id_of(self._config)
@@ -152,9 +154,10 @@ class FullRunner:
         return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": Level.FILTERED}
 
     def _choice(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
-        if entry not in self.choices:
-            self.choices[entry] = self._choose(batch, mask_id, entry)
-        return self.choices[entry]
+        key = entry, batch.segments.control is not None
+        if key not in self.choices:
+            self.choices[key] = self._choose(batch, mask_id, entry)
+        return self.choices[key]
 
     def _choose(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
         room = self._account.step_room(entry.rows)

@@ -29,7 +29,7 @@ class PackedDrafts(NamedTuple):
     - `storage`: where all rows are stored.
     - `stored`, `seen`: what each tile sees, without and with the rows of its own block; of the former twice
       as many where `masks_verify`, as `speculate` has it.
-    - `plain`: how many head rows have no filter and are not listed.
+    - `plain`: how many head rows have no control and no filter and are not listed.
     - `order`: which requests the segments belong to.
     """
 

@@ -22,6 +22,7 @@ from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.launch import Launch
 from jdllm.serving.mode import Costs
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import controlled
 from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request, of_class
@@ -59,7 +60,11 @@ class SpeculativeRunner:
         self._chunk = prefill_chunk(model.account.rows)
         self._parts = PartRunner(model, background)
         self._entries = {Level.TOP: ladder.reuse, Level.FILTERED: ladder.ranked}
-        self._sizes = {level: Sizes(entries) for level, entries in self._entries.items()}
+        self._sizes = {
+            (level, controls): Sizes(entries)
+            for level, entries in self._entries.items()
+            for controls in (False, True)
+        }
 
     def life(self, spec: RequestSpec) -> Life:
         """What a request needs at most."""
@@ -82,7 +87,8 @@ class SpeculativeRunner:
             batch = self._packed(asked, self._pool.book, entry, needed)
             return Packed(batch, self._program(batch, entry, level))
 
-        chosen = self._parts.choose(self._sizes[level], packed, Need(rows, head_rows, len(asked)))
+        sizes = self._sizes[level, controlled(asked)]
+        chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(asked)))
 
         def run() -> Any:
             return self._pool.run(chosen.executable, *chosen.arguments[:-1], writes=True)
@@ -105,10 +111,10 @@ class SpeculativeRunner:
                 yield self._program(self._packed([request], pool, entry, 1), entry, level)
 
     def warm(self) -> None:
-        """Compile every entry of the ladder."""
+        """Compile every entry of the ladder; entries with controls are compiled when first needed."""
         self._executables.prepare(list(self.programs()))
         for level, entries in self._entries.items():
-            self._sizes[level].compiled.update(entries)
+            self._sizes[level, False].compiled.update(entries)
 
     def _packed(
         self, asked: Sequence[SpeculativeRequest], pool: PageBook, entry: Entry, needed: int
