@@ -156,7 +156,7 @@ def test_an_engine_takes_what_a_plan_says_fits_and_nothing_else(cases: list[Case
 )
 def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any], lengths: list[int]):
     device = Device("dream-7b", Budget(24 * 1024 * MIB, host=0), tuple(sizes.items()))
-    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="prefix")
     account = account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER, **sizes)
     for tokens in lengths:
         assert not takes(device, tokens, sampling)
