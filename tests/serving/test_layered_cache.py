@@ -90,12 +90,11 @@ def test_what_has_no_room_is_refused(model: Model, executables: Executables):
     engine, longest = engine_in(model, room, executables), longest_layered(room, 0)
     assert longest > PAGES * PAGE_ROWS
     engine.add(asked(model.config, longest - 32).spec)
-    with pytest.raises(RequestError, match=f"the longest that fits has {longest} tokens"):
+    with pytest.raises(RequestError, match="KV pool"):
         engine.add(asked(model.config, longest - 31).spec)
-    with pytest.raises(RequestError, match="host_memory 1000 B"):
-        engine_in(model, layered_of(model, 0, host=1000), executables).add(
-            asked(model.config, longest - 32).spec
-        )
+    without_host = engine_in(model, layered_of(model, 0, host=1000), executables)
+    with pytest.raises(RequestError, match="KV pool"):
+        without_host.add(asked(model.config, longest - 32).spec)
 
 
 def test_other_caches_keep_to_the_pool(model: Model, executables: Executables):

@@ -5,18 +5,16 @@ import functools
 import jax
 import numpy as np
 
-from jdllm.byte_sizes import format_bytes
 from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.encoded_trace import EncodedTrace
 from jdllm.decoding.layered_cache import LayeredCache
-from jdllm.errors import NoRoomError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.leaf import dtypes_of
 from jdllm.planning.buckets import head_bucket
 from jdllm.planning.budget import MemoryBudgetError
 from jdllm.planning.ladder import Entry
-from jdllm.planning.layered import CACHES, Layered, LayeredPlan, longest_layered, missing, plan_layered
+from jdllm.planning.layered import CACHES, Layered, LayeredPlan, plan_layered
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import pack_forwarded, storable_of
 from jdllm.serving.denoise.cached_runner import step_level, step_static
@@ -39,16 +37,17 @@ class LayeredCacheRunner:
 
     def __init__(self, model: OnDevice):
         self._params, self._config, self._executables, self._account, self._pool = model
-        self._model = Layered.of_account(
-            model.config, dtypes_of(model.params).activations.name, self._account
-        )
+        dtype = dtypes_of(model.params).activations.name
+        self._model = Layered.of_account(model.config, dtype, self._account)
+        self._plan = functools.lru_cache(maxsize=64)(functools.partial(_planned, self._model))
         self._running: dict[int, LayeredCache] = {}
 
     def takes(self, spec: RequestSpec) -> bool:
-        """Whether a request needs more than the pool, and could run layer by layer."""
-        if self._model is None or type(spec) is not RequestSpec or spec.sampling.cache not in CACHES:
+        """Whether a request needs more than the pool, and has room layer by layer."""
+        if type(spec) is not RequestSpec or spec.sampling.cache not in CACHES:
             return False
-        return spec.sampling.suffix_window is None and len(spec.tokens) > self._fits
+        whole = spec.sampling.suffix_window is None
+        return whole and len(spec.tokens) > self._fits and self._plan(len(spec.tokens)) is not None
 
     def life(self, spec: RequestSpec) -> Life:
         """What a request needs at most."""
@@ -58,18 +57,6 @@ class LayeredCacheRunner:
         """What the next step of a request takes."""
         rows = len(request.forwarded if request.phase is Phase.REUSE else request.tokens)
         return Demand(Kind.LAYERED, rows, len(request.candidates()), 0)
-
-    def check(self, spec: RequestSpec) -> None:
-        """Raise `NoRoomError` for a request that has no room on the device and in host memory."""
-        if self._model is None or not self.takes(spec) or self._plan(spec) is not None:
-            return
-        budget = self._model.budget
-        raise NoRoomError(
-            f"a request of {len(spec.tokens)} tokens with cache 'dual' needs"
-            f" {missing(self._model, len(spec.tokens), 0)}; memory is {format_bytes(budget.device)} and"
-            f" host_memory {format_bytes(budget.host)}: the longest that fits has"
-            f" {max(self._fits, longest_layered(self._model, 0))} tokens"
-        )
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack some layers of a refresh, or one step, of one request; `max_steps` does not matter."""
@@ -98,7 +85,8 @@ class LayeredCacheRunner:
 
     def _refresh(self, request: Request, cache: LayeredCache) -> Launch:
         """Some layers; with the last ones the step."""
-        plan, stores = self._planned(request.spec), request.phase is Phase.REFRESH
+        plan, stores = self._plan(len(request.tokens)), request.phase is Phase.REFRESH
+        assert plan is not None
         entry = Entry(plan.layering.rows, head_bucket(len(request.candidates())), 1, 1)
         packed = pack([request], self._config, entry)
         layers = max(1, _ROWS // len(request.tokens))
@@ -128,12 +116,13 @@ class LayeredCacheRunner:
         return cache.some_layers(tokens, layers, stores=stores)
 
     def _begin(self, request: Request) -> LayeredCache:
-        plan = self._planned(request.spec)
         length = len(request.tokens)
+        plan = self._plan(length)
+        assert plan is not None
+        assert self._model is not None
         cache = LayeredCache(self._params, self._config, plan.layering, length, self._executables.call)
         rows = request.block.stop - request.block.start
         compiled = cache.compile(self._executables.compile, rows)
-        assert self._model is not None
         needed = plan.prompt_bytes + max(0, max(map(temp_bytes, compiled)) - plan.temporaries)
         if needed > (device := self._model.budget.device):
             what = f"a request of {length} tokens, layer by layer,"
@@ -142,14 +131,10 @@ class LayeredCacheRunner:
             )
         return cache
 
-    def _planned(self, spec: RequestSpec) -> LayeredPlan:
-        plan = self._plan(spec)
-        assert plan is not None  # it was checked
-        return plan
 
-    def _plan(self, spec: RequestSpec) -> LayeredPlan | None:
-        assert self._model is not None
-        return plan_layered(self._model, len(spec.tokens), 0)
+def _planned(model: Layered | None, length: int) -> LayeredPlan | None:
+    """How so many tokens run; `None` where they have no room, and where nothing is planned."""
+    return None if model is None else plan_layered(model, length, 0)
 
 
 def _stored(request: Request) -> Stored:

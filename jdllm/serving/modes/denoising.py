@@ -93,7 +93,6 @@ class Denoising:
         def check(spec: RequestSpec) -> None:
             check_verifiable(spec, extras.verifier)
             full.check(spec)
-            layered.check(spec)
 
         return EngineParts(
             launchers=launchers,
