@@ -1,7 +1,8 @@
 """A LoRA adapter of PEFT that is merged into the matrices of a checkpoint as they are read.
 
 A merged matrix is W + scale * B A. The product and the sum are in float32, and the sum is rounded to the type
-of W. PEFT's `merge_and_unload` has the same order of operations.
+of W. PEFT's `merge_and_unload` has the same order of operations. Terms of the product are added in float64:
+in float32 their order, which depends on the part that is read and on the processor, would change a last bit.
 """
 
 import dataclasses
@@ -38,10 +39,10 @@ class Product(NamedTuple):
     transposed: bool
 
     def factors(self, rows: range, columns: range) -> tuple[np.ndarray, np.ndarray]:
-        """[rows, rank] and [rank, columns], in float32, whose product times the scale is a part of it."""
+        """[rows, rank] and [rank, columns], in float64, whose product times the scale is a part of it."""
         inputs, outputs = (rows, columns) if self.transposed else (columns, rows)
-        a = self.a.read([self.a.whole[0], inputs]).astype(np.float32)
-        b = self.b.read([outputs, self.b.whole[1]]).astype(np.float32)
+        a = self.a.read([self.a.whole[0], inputs]).astype(np.float64)
+        b = self.b.read([outputs, self.b.whole[1]]).astype(np.float64)
         return (a.T, b.T) if self.transposed else (b, a)
 
 
@@ -73,7 +74,8 @@ class MergedTensor(StoredTensor):
         for first in range(0, len(rows), step):
             some = slice(first, first + step)
             with np.errstate(over="ignore"):
-                values[some] = base[some].astype(np.float32) + (left[some] @ right) * scale
+                product = (left[some] @ right).astype(np.float32)
+                values[some] = base[some].astype(np.float32) + product * scale
         return values
 
 

@@ -72,7 +72,7 @@ def test_tokens_and_logits_are_those_of_the_merged_model(name: str):
 
 @pytest.mark.parametrize(("name", "rounding"), [(name, 1e-6) for name in BASES] + [("pattern", 2**-8)])
 def test_weights_are_those_of_the_merged_model(name: str, rounding: float, tmp_path: Path):
-    """In bfloat16 the sum is rounded once."""
+    """In bfloat16 the sum is rounded once. In float32 the last bit of the product, below 1, may differ."""
     base = GOLDENS / BASES.get(name, "llama")
     if name == "pattern":
         to_native(base, tmp_path / "halved", dtype="bfloat16")
@@ -82,7 +82,7 @@ def test_weights_are_those_of_the_merged_model(name: str, rounding: float, tmp_p
         found = whole(index[key])
         assert found.dtype == told[key].dtype
         expected = told[key].astype(np.float32)
-        np.testing.assert_allclose(found.astype(np.float32), expected, rtol=rounding, atol=rounding / 100)
+        np.testing.assert_allclose(found.astype(np.float32), expected, rtol=rounding, atol=2**-24)
 
 
 def random_adapter(
