@@ -49,7 +49,7 @@ def operands(rows: int, dtype, penalised: bool = False) -> tuple[Any, Any, RowSa
     return (
         hidden,
         head,
-        RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b, penalty, None, None)),
+        RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b, penalty, None, None, None)),
     )
 
 
