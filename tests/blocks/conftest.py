@@ -41,17 +41,17 @@ def llm_of(golden: Golden) -> LLM:
     )
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # each holds compiled programs
 def sdar() -> LLM:
     return llm_of(SDAR)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # each holds compiled programs
 def llada2() -> LLM:
     return llm_of(LLADA2)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # each holds compiled programs
 def fast_dllm_v2() -> LLM:
     return llm_of(FAST_DLLM_V2)
 
