@@ -264,8 +264,11 @@ def test_a_device_that_does_not_answer_after_a_failed_part_is_the_end(
     assert (stats.failed, stats.free_pages) == (2, stats.pages)
 
 
-def test_what_is_on_its_way_is_waited_for(engine: Engine, asked: list[Request]):
+def test_what_is_on_its_way_is_waited_for(
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+):
     """Two requests arrive apart, and run in step: as many evaluations as one of them takes."""
+    monkeypatch.setattr(async_engine, "GATHERED", 4.0)
 
     async def main(driver: AsyncEngine, asked: Sequence[Request]) -> None:
         with driver.expecting():
@@ -273,7 +276,8 @@ def test_what_is_on_its_way_is_waited_for(engine: Engine, asked: list[Request]):
             await asyncio.sleep(0.05)
             assert engine.stats().evaluated == 0
             second = asyncio.create_task(ended(driver, asked[1]))
-            await asyncio.sleep(0)
+            while len(engine.requests()) < 2:
+                await asyncio.sleep(0)
         await asyncio.gather(first, second)
 
     run(engine, asked, main)
