@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jdllm.execution.offload.layered import at_positions, no_keys, placed
+from jdllm.execution.offload.layered import all_keys, at_positions, chunks_of, placed
 from jdllm.execution.offload.parts import Scalar, take_layer
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
@@ -56,13 +56,13 @@ def refresh_layer(
     Returns the rows after the layer, its rotated keys and values, and an array to wait for.
     """
     layer, length = Layer(take_layer(stack, place), config), jnp.asarray(length)
-    stored = _all_keys(layer, h, length, chunk)
+    stored = all_keys(layer, h, length, chunk)
 
     def update(index: Array, h: Hidden) -> Hidden:
         rows = _seeing_all(layer, h, stored, index * chunk, chunk, length)
         return lax.dynamic_update_slice_in_dim(h, rows, index * chunk, 0)
 
-    h = lax.fori_loop(0, _chunks(length, chunk), update, h)
+    h = lax.fori_loop(0, chunks_of(length, chunk), update, h)
     return h, stored, h[0, :1]
 
 
@@ -90,7 +90,7 @@ def last_refresh_layer(
     Returns the wanted rows after the layer, and the rotated keys and values of all rows.
     """
     layer, length = Layer(take_layer(stack, place), config), jnp.asarray(length)
-    stored = _all_keys(layer, h, length, chunk)
+    stored = all_keys(layer, h, length, chunk)
     return _seeing_all(layer, h, stored, start, rows, length), stored
 
 
@@ -117,22 +117,6 @@ def reuse_layer(
     layer = Layer(take_layer(stack, place), config)
     h, stored = layer.apply(h, Within(stored, start, jnp.asarray(length)))
     return h, stored, h[0, :1]
-
-
-def _chunks(length: Array, chunk: int) -> Array:
-    return (length + chunk - 1) // chunk
-
-
-def _all_keys(layer: Layer, h: Hidden, length: Array, chunk: int) -> KeysValues:
-    """Keys and values of the first `length` rows."""
-
-    def store(index: Array, stored: KeysValues) -> KeysValues:
-        rows = lax.dynamic_slice_in_dim(h, index * chunk, chunk)
-        _, rotation = at_positions(layer.config, index * chunk, chunk)
-        k, v = layer.project(rows, rotation, ("k", "v"))
-        return placed(stored, (k, v), index * chunk)
-
-    return lax.fori_loop(0, _chunks(length, chunk), store, no_keys(layer.config, h))
 
 
 def _seeing_all(

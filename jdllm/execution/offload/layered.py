@@ -132,7 +132,7 @@ def prefill_layer(
         rows, stored = layer.apply(lax.dynamic_slice_in_dim(h, start, chunk), Before(stored, start))
         return lax.dynamic_update_slice_in_dim(h, rows, start, 0), stored
 
-    chunks = (jnp.asarray(length) + chunk - 1) // chunk
+    chunks = chunks_of(jnp.asarray(length), chunk)
     h, stored = lax.fori_loop(0, chunks, body, (h, no_keys(config, h)))
     return h, stored, h[0, :1]
 
@@ -151,14 +151,7 @@ def last_layer(
     Returns the last row, `[1, hidden]`, and the keys and values.
     """
     layer, length = Layer(take_layer(stack, place), config), jnp.asarray(length)
-
-    def body(index: Array, stored: KeysValues) -> KeysValues:
-        start = index * chunk
-        rows, (_, rotation) = lax.dynamic_slice_in_dim(h, start, chunk), at_positions(config, start, chunk)
-        k, v = layer.project(rows, rotation, ("k", "v"))
-        return placed(stored, (k, v), start)
-
-    stored = lax.fori_loop(0, (length + chunk - 1) // chunk, body, no_keys(config, h))
+    stored = all_keys(layer, h, length, chunk)
     row = lax.dynamic_slice_in_dim(h, length - 1, 1)
     return layer.apply(row, Prompt(stored, (length - 1)[None]))[0], stored
 
@@ -244,6 +237,31 @@ def at_positions(config: ModelConfig, start: Scalar, rows: int) -> tuple[Array, 
     """The positions of the rows from `start` on, and their rotation."""
     positions = start + jnp.arange(rows)
     return positions, rotation_at(config.rope, config.head_dim, positions)
+
+
+def all_keys(layer: Layer, h: Hidden, length: Array, chunk: int) -> KeysValues:
+    """Rotated keys and values of the first `length` rows of a sequence, from the rows before the layer.
+
+    Arguments:
+    - `h`: in whole chunks.
+    - `chunk`: rows that are computed at a time.
+    """
+
+    def store(index: Array, stored: KeysValues) -> KeysValues:
+        start = index * chunk
+        rows, (_, rotation) = (
+            lax.dynamic_slice_in_dim(h, start, chunk),
+            at_positions(layer.config, start, chunk),
+        )
+        k, v = layer.project(rows, rotation, ("k", "v"))
+        return placed(stored, (k, v), start)
+
+    return lax.fori_loop(0, chunks_of(length, chunk), store, no_keys(layer.config, h))
+
+
+def chunks_of(length: Array, chunk: int) -> Array:
+    """How many chunks so many rows fill."""
+    return (length + chunk - 1) // chunk
 
 
 def no_keys(config: ModelConfig, h: Hidden) -> KeysValues:
