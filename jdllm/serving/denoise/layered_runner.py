@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+from jdllm.arrays import padded
 from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.encoded_trace import EncodedTrace
@@ -87,13 +88,13 @@ class LayeredCacheRunner:
         """Some layers; with the last ones the step."""
         plan, stores = self._plan(len(request.tokens)), request.phase is Phase.REFRESH
         assert plan is not None
-        entry = Entry(plan.layering.rows, head_bucket(len(request.candidates())), 1, 1)
-        packed = pack([request], self._config, entry)
+        tokens = padded(request.tokens, plan.layering.rows)
         layers = max(1, _ROWS // len(request.tokens))
-        tokens = np.asarray(packed.batch.tokens)
         some = functools.partial(self._some, cache, tokens, stores=stores)
         if cache.read + layers < self._config.num_layers:
             return Launch(lambda: some(layers), [np.zeros(0, np.int64)], [None], lambda _: 0)
+        entry = Entry(plan.layering.rows, head_bucket(len(request.candidates())), 1, 1)
+        packed = pack([request], self._config, entry)
 
         def end() -> EncodedTrace:
             some(self._config.num_layers)
