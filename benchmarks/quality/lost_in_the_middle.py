@@ -151,18 +151,23 @@ def measure(
             score="query",
             score_mask=score_mask,  # pyright: ignore[reportArgumentType]
         )
-    sampling = SamplingParams(
+    sampling = answering(prefilling)
+    start = time.perf_counter()
+    outputs, seen = ask(llm, questions, instruction, method, sampling)
+    seconds = time.perf_counter() - start
+    right = [answer_text(o.token_ids) == q.fact.answer for o, q in zip(outputs, questions, strict=True)]
+    return Found(np.reshape(right, (-1, positions)), np.reshape(seen, (-1, positions)), seconds)
+
+
+def answering(prefilling: Prefilling | None) -> SamplingParams:
+    """How questions are answered, whatever prepares their contexts."""
+    return SamplingParams(
         gen_length=GEN_LENGTH,
         block_length=GEN_LENGTH,
         transfer="threshold",
         threshold=0.9,
         prefilling=prefilling,
     )
-    start = time.perf_counter()
-    outputs, seen = ask(llm, questions, instruction, method, sampling)
-    seconds = time.perf_counter() - start
-    right = [answer_text(o.token_ids) == q.fact.answer for o, q in zip(outputs, questions, strict=True)]
-    return Found(np.reshape(right, (-1, positions)), np.reshape(seen, (-1, positions)), seconds)
 
 
 def row(task: str, method: str, length: int, found: Found) -> dict[str, Any]:

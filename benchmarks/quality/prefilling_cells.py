@@ -18,14 +18,12 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from benchmarks.cases import case_parser, exit_code
-from benchmarks.quality.lost_in_the_middle import Found, Question, ask, draw_questions, read_part
+from benchmarks.quality.lost_in_the_middle import Found, Question, answering, ask, draw_questions, read_part
 from benchmarks.quality.prefilling_tables import table
 from benchmarks.record import write
 from jdllm.decoding.prefilling import Prefilling
-from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.demo.long_tasks import INSTRUCTION, LONG_TASKS, Fact
-from jdllm.demo.tasks import GEN_LENGTH
 from jdllm.demo.tokenizer import answer_text
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
@@ -89,13 +87,7 @@ def holds(found: Prefilled, fact: Fact, prefilling: Prefilling) -> bool:
 def measure(llm: LLM, questions: Sequence[Question], setting: Setting, instruction: str) -> Found:
     """Answer all questions, as many at a time as the engine packs."""
     prefilling = setting.prefilling
-    sampling = SamplingParams(
-        gen_length=GEN_LENGTH,
-        block_length=GEN_LENGTH,
-        transfer="threshold",
-        threshold=0.9,
-        prefilling=prefilling,
-    )
+    sampling = answering(prefilling)
     start = time.perf_counter()
     outputs, _ = ask(llm, questions, instruction, setting.value, sampling)
     seconds = time.perf_counter() - start
