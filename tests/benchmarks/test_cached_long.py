@@ -1,4 +1,4 @@
-"""A request with a dual cache beyond the KV pool is measured as an LLM runs it."""
+"""Requests with a cache, in the KV pool and beyond, are measured as an LLM runs them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -32,10 +32,13 @@ def test_a_row_has_refreshes_and_reuses(monkeypatch: pytest.MonkeyPatch):
         mask_id=500,
     )
     monkeypatch.setitem(cached_long.SHAPES, "dream-7b", small)
-    with pytest.raises(SystemExit, match="fit the KV pool"):
-        cached_long.case("dream-7b", 256, "60MiB", "1GiB", 4)
-    row = cached_long.case("dream-7b", 2048, "60MiB", "1GiB", 4)
+    held = cached_long.case("dream-7b", "256@60MiB:head_sparse", "1GiB", 4)
+    assert (held["evaluations"], held["layered"]) == (4, 0)
+    assert held["planned_gib"] < 60 / 1024
+    with pytest.raises(SystemExit, match="16384 tokens have no room in 60MiB with cache sparse"):
+        cached_long.case("dream-7b", "16384@60MiB:sparse", "1GiB", 4)
+    row = cached_long.case("dream-7b", "2048@60MiB", "1GiB", 4)
     assert row["evaluations"] == 4
-    assert row["parts"] == 4
+    assert row["layered"] == 4
     assert row["reuse_s"] > 0
     assert row["planned_gib"] < 60 / 1024
