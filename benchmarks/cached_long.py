@@ -19,11 +19,14 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import target
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.account import Account
 from jdllm.planning.answer import Report, StepQuestion, make_report
 from jdllm.planning.budget import device_budget
 from jdllm.planning.card import described_card
 from jdllm.planning.layered import CACHES, Layered, plan_layered
 from jdllm.planning.plan import Workload
+from jdllm.planning.step_needs import whole_bucket
 from jdllm.planning.step_time import RATES, step_flops
 from jdllm.serving.demands import Kind
 
@@ -67,7 +70,7 @@ def case(shape: str, request: str, host: str, steps: int) -> dict[str, Any]:
     model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
     options: Any = {"memory": asked.memory, "host_memory": host, **report.options}
     with LLM(model, **options, progress=False) as llm:
-        plan = _in_pool(report) if report.refusal is None else _beyond_pool(llm, asked)
+        plan = _in_pool(llm.account, asked) if report.refusal is None else _beyond_pool(llm, asked)
         sampling = SamplingParams(
             gen_length=BLOCK, block_length=BLOCK, steps=steps, cache=asked.cache, early_stop=False
         )
@@ -95,11 +98,13 @@ def case(shape: str, request: str, host: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _in_pool(report: Report) -> dict[str, Any]:
+def _in_pool(account: Account, asked: Asked) -> dict[str, Any]:
     """What is planned of a request in the KV pool: all of the device without the CUDA context."""
-    assert report.engine is not None  # nothing was refused
-    step = report.plan.batch_bytes + report.plan.activation.peak_bytes
-    return {"planned_gib": (report.engine.weights + report.engine.pool_bytes + step) / GIB}
+    room, sharing = account.step_room(asked.length), account.sharing
+    assert room is not None
+    assert sharing is not None
+    step = sharing.needs.refresh(whole_bucket(asked.length), room, Level.TOP).step_bytes
+    return {"planned_gib": (account.weights + account.pool_bytes + step) / GIB}
 
 
 def _beyond_pool(llm: LLM, asked: Asked) -> dict[str, Any]:

@@ -17,8 +17,8 @@ class CardState(NamedTuple):
 
     - `name`: as its driver calls it.
     - `capability`: its compute capability, (9, 0) for Hopper.
-    - `memory`: bytes that CUDA may allot in all.
-    - `used`: bytes in use by anything, what the driver reserves among them.
+    - `memory`: bytes that CUDA may allot in all: less than the card has, by what the driver reserves.
+    - `used`: bytes of these that anything uses.
     """
 
     name: str
@@ -74,7 +74,7 @@ def _state(nvml: ModuleType, unique: uuid.UUID) -> CardState:
         nvml.nvmlDeviceGetName(part),
         tuple(nvml.nvmlDeviceGetCudaComputeCapability(whole)),
         memory.total - memory.reserved,
-        memory.used + memory.reserved,
+        memory.used,
     )
 
 

@@ -169,12 +169,13 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         {names["k"]: store, f"{layer} angles for k": part * angles},
         owners=cut,
     )
-    # Where heads are in groups, XLA copies a chunk of h before it norms it, here and for q.
+    # In a loop XLA copies a chunk of h before the norm. For q the copy counts only where heads are in groups:
+    # otherwise queries and attended rows take more, later.
     graph.add_op(
         f"{layer} project v",
         [names["x for k v"]],
         {names["v"]: store},
-        maximum(linear + kv_scratch, part * hidden * _cut("heads")) + part * angles * _cut(*_LAYER_COUNTS),
+        maximum(linear + kv_scratch, part * hidden * _in_loop(part)) + part * angles * _in_loop(part),
         owners=cut,
     )
 

@@ -13,8 +13,8 @@ PART = FakeCard("a part of large", (0, 0), 20 * GIB, 0, GIB, whole=LARGE)
 
 def test_the_order_is_that_of_cuda(monkeypatch: pytest.MonkeyPatch):
     drivers = FakeDrivers(monkeypatch, visible=[LARGE, SMALL], present=[SMALL, LARGE])
-    assert card_state(0) == CardState("large", (9, 0), 139 * GIB, 6 * GIB)
-    assert card_state(1) == CardState("small", (8, 9), 47 * GIB, 3 * GIB)
+    assert card_state(0) == CardState("large", (9, 0), 139 * GIB, 5 * GIB)
+    assert card_state(1) == CardState("small", (8, 9), 47 * GIB, 2 * GIB)
     assert drivers.sessions == 0
 
 
