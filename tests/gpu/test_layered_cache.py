@@ -25,7 +25,7 @@ def test_tokens_are_those_of_the_pool(shape: str, kv_heads: int, kept: int):
     model = Model(config, init_params(config, jax.random.key(0), "float32"))
     executables, request = Executables("cuda"), asked(config, LENGTH)
     layered = engine_in(model, layered_of(model, kept), executables)
-    pooled = engine_of(model.params, config, executables, 1024)
+    pooled = engine_of(model.params, config, executables, 1024, pages=16)
     (_, [found]), (_, [expected]) = (finish(engine, [request]) for engine in (layered, pooled))
     assert layered.stats().parts[Kind.LAYERED]
     np.testing.assert_array_equal(found.tokens, expected.tokens)
