@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from benchmarks.cases import case_parser
-from benchmarks.generations import random_prompts
+from benchmarks.causal import prompts_of
 from benchmarks.random_checkpoint import HF_CONFIGS, write_random_checkpoint
 from benchmarks.record import print_row, record
 from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
@@ -25,16 +25,17 @@ ALL_SHAPES = {name: SHAPES[name] for name in ("llada-8b", "dream-7b")} | CAUSAL_
 
 
 def measure(llm: LLM, context: int, cache: str, requests: int) -> dict[str, Any]:
-    """What an evaluation takes while requests of `context` tokens generate a block, in a second run.
+    """What an evaluation takes while requests of `context` tokens generate a block, in a second run. Its
+    prompts are others: a causal model has stored those of the first.
 
     Arguments:
     - `cache`: of the requests; has no meaning for a causal model, whose prompts count as evaluations too.
     """
     options: Any = {} if llm.config.in_order else {"block_length": BLOCK, "steps": BLOCK, "cache": cache}
     sampling = SamplingParams(gen_length=BLOCK, early_stop=False, **options)
-    prompts = random_prompts(llm.config, [context - BLOCK] * requests)
     seconds, evaluations = 0.0, 0
-    for _ in range(2):
+    for run in range(2):
+        prompts = prompts_of(llm.config, requests, context - BLOCK, seed=run)
         start, before = time.perf_counter(), llm.engine.evaluated
         llm.generate(prompt_token_ids=prompts, sampling=sampling)
         seconds, evaluations = time.perf_counter() - start, llm.engine.evaluated - before
