@@ -31,7 +31,7 @@ from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.quantised import WeightForm
 from jdllm.scoring import Scorer
-from jdllm.serving.adaptive.verifier import Verifier, load_verifier
+from jdllm.serving.adaptive.verifier import Verifier, abstract_verifier, load_verifier
 from jdllm.serving.adaptive.verifier_keys import verifier_bytes
 from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine
@@ -96,7 +96,7 @@ def start(options: EngineOptions) -> RunningModel:
         dtype,
         budget,
         device=executables.target,
-        verifier_bytes=0 if verifier is None else verifier_bytes(verifier, _rows(options) or DEFAULT_ROWS[0]),
+        verifier_bytes=_verifier_bytes(options, dtype),
         weights_bytes=loaded.device_bytes,
         offloaded=loaded.config.offloaded,
         **_sizes(options),
@@ -154,9 +154,12 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
     """The model, from a checkpoint with as many layers in host memory as the device has no room for."""
 
     def count_offloaded(config: ModelConfig, dtype: str) -> int:
-        if budget is None or options.verifier is not None or options.devices > 1:
+        if budget is None or options.devices > 1:
             return 0
-        return account_with_offloading(config, dtype, budget, device=runs_on, **_sizes(options)).offloaded
+        verifier = _verifier_bytes(options, dtype)
+        return account_with_offloading(
+            config, dtype, budget, device=runs_on, verifier_bytes=verifier, **_sizes(options)
+        ).offloaded
 
     def keeps_whole(config: ModelConfig, dtype: str) -> bool:
         memory = None if budget is None else budget.device
@@ -217,6 +220,13 @@ def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifi
     )
     # Small beside the model: each of several cards has all of it.
     return verifier._replace(params=everywhere(verifier.params, loaded.params))
+
+
+def _verifier_bytes(options: EngineOptions, dtype: str) -> int:
+    """Bytes of the verifier and of what it stores; 0 without one."""
+    if options.verifier is None:
+        return 0
+    return verifier_bytes(abstract_verifier(options.verifier, dtype), _rows(options) or DEFAULT_ROWS[0])
 
 
 def _rows(options: EngineOptions) -> int | None:

@@ -12,9 +12,15 @@ from jdllm import LLM, SamplingParams
 from jdllm.errors import ConfigError, RequestError
 from jdllm.execution.offload.placement import host_weight_bytes
 from jdllm.models.hf_config import config_from_hf
+from jdllm.pallas.device import CPU
+from jdllm.planning.answer import StepQuestion
 from jdllm.planning.budget import MemoryBudgetError
+from jdllm.planning.card import described_card
+from jdllm.planning.plan import Workload
+from jdllm.planning.sharing import less
 from jdllm.planning.templates import step_template
 from tests.conftest import LLADA
+from tests.decoding.adaptive_models import CAUSAL, tiny
 
 PROMPTS = [[1, 2, 3] * 20, [7] * 33]
 SAMPLING = SamplingParams(gen_length=32, steps=8, block_length=16)
@@ -79,6 +85,30 @@ def test_a_context_that_is_asked_for_moves_layers(checkpoint: Path):
     with small(checkpoint, 8, max_context=512) as llm:
         assert llm.account.offloaded
         assert llm.account.max_context >= 512
+
+
+@pytest.mark.slow
+def test_layers_move_beside_a_verifier_as_planned(checkpoint: Path):
+    config = config_from_hf(checkpoint)
+    verifier = tiny(dataclasses.replace(CAUSAL, vocab_size=config.vocab_size))
+    sampling = SamplingParams(gen_length=16, transfer="adaptive", max_lookahead=4, mixture_weight=0.3)
+    with LLM(checkpoint, verifier=verifier, max_num_batched_tokens=ROWS, progress=False) as llm:
+        expected = [out.token_ids for out in llm.generate(prompt_token_ids=PROMPTS, sampling=sampling)]
+    with small(checkpoint, 8, verifier=verifier) as llm:
+        account = llm.account
+        found = [out.token_ids for out in llm.generate(prompt_token_ids=PROMPTS, sampling=sampling)]
+    assert found == expected
+    assert len({token for tokens in found for token in tokens}) > 2
+    assert account.budget is not None
+    budget = less(account.budget, account.verifier)
+    workload = Workload(config, "float32", CPU)
+    sizes = {"max_num_batched_tokens": ROWS}
+    question = StepQuestion(workload, described_card("h200"), budget, None, sizes, account.verifier)
+    engine = question.engine()
+    assert engine is not None
+    assert account.verifier
+    assert engine.offloaded == account.offloaded > 0
+    assert (engine.weights, engine.pages, engine.rows) == (account.weights, account.pages, account.rows)
 
 
 def test_what_fits_nowhere_is_refused_in_one_line(checkpoint: Path):

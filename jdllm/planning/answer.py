@@ -43,7 +43,7 @@ class StepQuestion:
       is part of the overhead.
     - `context`: tokens of the step; `None` for as many as fit.
     - `sizes`: of the engine, arguments of `account_with_offloading`.
-    - `verifier`: bytes of a verifier. Beside it no layers go to host memory.
+    - `verifier`: bytes of a verifier.
     """
 
     workload: Workload
@@ -66,7 +66,7 @@ class StepQuestion:
 
     def account(self, **changed: Any) -> Account:
         """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""
-        make = make_account if self.verifier or "offloaded" in changed else account_with_offloading
+        make = make_account if "offloaded" in changed else account_with_offloading
         return make(
             self.workload.config,
             self.workload.dtype,
@@ -87,7 +87,7 @@ class StepQuestion:
         """Whether a longer context may move layers to host memory: nobody asked for sizes that say otherwise,
         and there is host memory."""
         asked = any(self.sizes.get(name) for name in ("max_context", "kv_pool"))
-        return bool(self.budget.host) and not (self.verifier or asked)
+        return bool(self.budget.host) and not asked
 
     def engine(self) -> Account | None:
         """The account of the engine that was asked for; `None` where the budget has room for no step.

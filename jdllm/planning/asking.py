@@ -71,11 +71,10 @@ def _moved(account: Account, context: int, kv_pool: int | None = None) -> Accoun
     """The same engine where it is asked for so long a context, and a pool of so many bytes; `None` where no
     layers are in host memory then.
 
-    So it is without host memory, beside a verifier, and where somebody has asked for a context or a pool that
-    says otherwise.
+    So it is without host memory, and where somebody has asked for a context or a pool that says otherwise.
     """
     budget, sharing = account.budget, account.sharing
-    if budget is None or not budget.host or account.verifier or sharing is None:
+    if budget is None or not budget.host or sharing is None:
         return None
     if sharing.context is not None or sharing.asked_pages is not None:
         return None
@@ -90,6 +89,7 @@ def _moved(account: Account, context: int, kv_pool: int | None = None) -> Accoun
             max_num_logits=needs.max_num_logits,
             max_context=context,
             kv_pool=kv_pool,
+            verifier_bytes=account.verifier,
         )
         return found if found.offloaded else None
     return None

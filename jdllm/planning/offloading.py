@@ -27,6 +27,7 @@ def account_with_offloading(
     max_num_logits: int | None = None,
     max_context: int | None = None,
     kv_pool: int | None = None,
+    verifier_bytes: int = 0,
 ) -> Account:
     """The account of an engine that has as many layers on the device as fit.
 
@@ -42,6 +43,7 @@ def account_with_offloading(
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
     - `max_context`: the longest sequence that must fit; by default as long as the largest step.
     - `kv_pool`: bytes of the pool, 0 for none; by default all that is left.
+    - `verifier_bytes`: of a verifier, all of which is on the device.
 
     Raises what `make_account` raises, and `DoesNotFitError` where host memory is too small for the rest.
     """
@@ -55,6 +57,7 @@ def account_with_offloading(
         max_num_logits=max_num_logits,
         max_context=max_context,
         kv_pool=kv_pool,
+        verifier_bytes=verifier_bytes,
     )
     try:
         return account()

@@ -8,7 +8,7 @@ from jdllm.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from jdllm.errors import ConfigError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
-from jdllm.models.weights import Params, zero_params
+from jdllm.models.weights import Params, abstract_params, zero_params
 from jdllm.serving.spec import RequestSpec
 
 if TYPE_CHECKING:
@@ -55,6 +55,21 @@ def load_verifier(
     if not load_weights:
         return Verifier(zero_params(verifier, dtype), verifier)
     return Verifier(load_params(path, verifier, dtype, progress=progress), verifier)
+
+
+def abstract_verifier(source: "str | Path | Transformer", dtype: str) -> Verifier:
+    """A verifier whose weights have shapes only, or one that is in memory.
+
+    Arguments:
+    - `source`, `dtype`: a checkpoint, and the type of its weights; or a `Transformer`, which keeps its dtype.
+
+    Raises `CheckpointError` for a checkpoint without a configuration, and `ConfigError` for one that cannot
+    be followed.
+    """
+    if not isinstance(source, str | Path):
+        return Verifier(source.params(), source.config)
+    config = config_from_hf(read_config(resolve(source)))
+    return Verifier(abstract_params(config, dtype), config)
 
 
 def check_verifier(
