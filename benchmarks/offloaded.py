@@ -21,7 +21,8 @@ from jdllm.planning.step_time import RATES
 
 GIB = 2**30
 BLOCK = 32
-ALL_SHAPES = {name: SHAPES[name] for name in ("llada-8b", "dream-7b")} | CAUSAL_SHAPES
+_CAUSAL = {name: shape for name, shape in CAUSAL_SHAPES.items() if shape.family in HF_CONFIGS}
+ALL_SHAPES = {name: SHAPES[name] for name in ("llada-8b", "dream-7b")} | _CAUSAL
 
 
 def measure(llm: LLM, context: int, cache: str, requests: int) -> dict[str, Any]:
