@@ -96,7 +96,7 @@ def start(options: EngineOptions) -> RunningModel:
         dtype,
         budget,
         device=executables.target,
-        verifier_bytes=_verifier_bytes(options, dtype),
+        verifier_bytes=_verifier_bytes(options, verifier),
         weights_bytes=loaded.device_bytes,
         offloaded=loaded.config.offloaded,
         **_sizes(options),
@@ -156,9 +156,10 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
     def count_offloaded(config: ModelConfig, dtype: str) -> int:
         if budget is None or options.devices > 1:
             return 0
-        verifier = _verifier_bytes(options, dtype)
+        verifier = None if options.verifier is None else abstract_verifier(options.verifier, dtype)
+        beside = _verifier_bytes(options, verifier)
         return account_with_offloading(
-            config, dtype, budget, device=runs_on, verifier_bytes=verifier, **_sizes(options)
+            config, dtype, budget, device=runs_on, verifier_bytes=beside, **_sizes(options)
         ).offloaded
 
     def keeps_whole(config: ModelConfig, dtype: str) -> bool:
@@ -222,11 +223,9 @@ def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifi
     return verifier._replace(params=everywhere(verifier.params, loaded.params))
 
 
-def _verifier_bytes(options: EngineOptions, dtype: str) -> int:
-    """Bytes of the verifier and of what it stores; 0 without one."""
-    if options.verifier is None:
-        return 0
-    return verifier_bytes(abstract_verifier(options.verifier, dtype), _rows(options) or DEFAULT_ROWS[0])
+def _verifier_bytes(options: EngineOptions, verifier: Verifier | None) -> int:
+    """Bytes of a verifier, whose weights may be abstract, and of what it stores; 0 without one."""
+    return 0 if verifier is None else verifier_bytes(verifier, _rows(options) or DEFAULT_ROWS[0])
 
 
 def _rows(options: EngineOptions) -> int | None:
