@@ -82,6 +82,7 @@ def case(shape: str, request: str, host: str, steps: int) -> dict[str, Any]:
         )
         layered = llm.engine.stats().parts[Kind.LAYERED]
     seconds = [after - before for before, after in itertools.pairwise(times)]
+    # A refresh is the first step of a block or, for sparse caches, the second one behind a full step.
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "shape": shape,
