@@ -94,25 +94,46 @@ def busy_us(events: Sequence[KernelEvent]) -> float:
     return busy
 
 
+def advances(events: Sequence[KernelEvent]) -> list[tuple[KernelEvent, float, float]]:
+    """Each event with the microseconds for which nothing ran before it, and those by which it moves the end.
+
+    The end is the moment at which this event and all that began before it are over. A kernel of a chain
+    begins while the one before it runs. Its duration has the time for which it waits, and what it moves the
+    end has not. The sum of both columns is the time from the first event to the last.
+    """
+    found, end = [], min((event.start for event in events), default=0.0)
+    for event in sorted(events, key=lambda event: event.start):
+        idle = max(0.0, event.start - end)
+        stop = max(end, event.start + event.duration)
+        found.append((event, idle, stop - end - idle))
+        end = stop
+    return found
+
+
 def by_kernel(events: Sequence[KernelEvent], steps: int) -> list[dict[str, Any]]:
     """A row for each kernel name, the costliest first: count and time per step, share of the device time.
 
-    `operations` names up to three of the HLO instructions that ran it.
+    `idle_us` and `moves_us` are the means of the columns of `advances` for one execution. `operations` names
+    up to three of the HLO instructions that ran it.
     """
-    groups: dict[str, list[KernelEvent]] = collections.defaultdict(list)
-    for event in events:
-        groups[event.name].append(event)
+    groups: dict[str, list[tuple[KernelEvent, float, float]]] = collections.defaultdict(list)
+    for advance in advances(events):
+        groups[advance[0].name].append(advance)
     total = sum(event.duration for event in events)
     rows = []
     for name, group in groups.items():
-        duration = sum(event.duration for event in group)
-        operations = dict.fromkeys(event.operation for event in group if event.operation not in ("", name))
+        duration = sum(event.duration for event, _, _ in group)
+        operations = dict.fromkeys(
+            event.operation for event, _, _ in group if event.operation not in ("", name)
+        )
         rows.append(
             {
                 "kernel": name,
                 "count": len(group) / steps,
                 "ms": duration / steps / 1e3,
                 "share": duration / total,
+                "idle_us": sum(idle for _, idle, _ in group) / len(group),
+                "moves_us": sum(moves for _, _, moves in group) / len(group),
                 "operations": " ".join(list(operations)[:3]),
             }
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.steps.profile import KernelEvent, busy_us, by_kernel, device_events, read_events
+from benchmarks.steps.profile import KernelEvent, advances, busy_us, by_kernel, device_events, read_events
 
 
 def named(kind: str, pid: int, name: str, tid: int | None = None) -> dict[str, Any]:
@@ -38,12 +38,35 @@ def test_overlapping_events_are_busy_once():
     assert busy_us([*events, KernelEvent("d", "", 14, 3)]) == 4 + 7
 
 
+def test_a_kernel_that_begins_early_moves_the_end_by_what_is_left_of_it():
+    a, b, c, d = (
+        KernelEvent(*x) for x in (("a", "", 10, 5), ("b", "", 12, 6), ("c", "", 13, 2), ("d", "", 20, 3))
+    )
+    assert advances([d, b, a, c]) == [(a, 0, 5), (b, 0, 3), (c, 0, 0), (d, 2, 3)]
+
+
 def test_kernels_are_summed_by_name_per_step_and_ranked():
     events = [KernelEvent("copy", "copy.1", 0, 100.0)]
     events += [KernelEvent("gemm", f"dot.{i}", 200.0 * i, 150.0) for i in (1, 2)]
     assert by_kernel(events, steps=2) == [
-        {"kernel": "gemm", "count": 1.0, "ms": 0.15, "share": 0.75, "operations": "dot.1 dot.2"},
-        {"kernel": "copy", "count": 0.5, "ms": 0.05, "share": 0.25, "operations": "copy.1"},
+        {
+            "kernel": "gemm",
+            "count": 1.0,
+            "ms": 0.15,
+            "share": 0.75,
+            "idle_us": 75,
+            "moves_us": 150,
+            "operations": "dot.1 dot.2",
+        },
+        {
+            "kernel": "copy",
+            "count": 0.5,
+            "ms": 0.05,
+            "share": 0.25,
+            "idle_us": 0,
+            "moves_us": 100,
+            "operations": "copy.1",
+        },
     ]
 
 
