@@ -69,7 +69,7 @@ def test_tokens_in_float32_are_those_of_the_whole_model(options: dict[str, Any])
     sampling = SamplingParams(gen_length=32, block_length=16, steps=16, early_stop=False, **options)
 
     def tokens(weights: Params, config: ModelConfig) -> list[list[int]]:
-        engine = engine_of(weights, config, executables, 1024)
+        engine = engine_of(weights, config, executables, 1024, pages=16)
         asked: list[Request] = [
             generation_request(i, prompt, sampling, config) for i, prompt in enumerate(SEQUENCES)
         ]
@@ -85,5 +85,6 @@ def test_host_layers_take_no_memory_of_the_device():
     stats = jax.devices()[0].memory_stats
     before = (stats() or {})["bytes_in_use"]
     parts, _ = in_part(params)
+    jax.block_until_ready(parts)  # a slice of a stack lives until it is copied
     copies = tree_bytes(parts["layers"])
     assert (stats() or {})["bytes_in_use"] - before < copies + tree_bytes(parts[HOST_LAYERS]) // 10
