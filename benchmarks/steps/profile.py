@@ -111,10 +111,11 @@ def advances(events: Sequence[KernelEvent]) -> list[tuple[KernelEvent, float, fl
 
 
 def by_kernel(events: Sequence[KernelEvent], steps: int) -> list[dict[str, Any]]:
-    """A row for each kernel name, the costliest first: count and time per step, share of the device time.
+    """A row for each kernel name, count and time per step, share of the device time.
 
-    `idle_us` and `moves_us` are the means of the columns of `advances` for one execution. `operations` names
-    up to three of the HLO instructions that ran it.
+    The first rows are the kernels that move the end most, idle time before them included. `idle_us` and
+    `moves_us` are the means of the columns of `advances` for one execution. `operations` names up to three of
+    the HLO instructions that ran it.
     """
     groups: dict[str, list[tuple[KernelEvent, float, float]]] = collections.defaultdict(list)
     for advance in advances(events):
@@ -137,7 +138,7 @@ def by_kernel(events: Sequence[KernelEvent], steps: int) -> list[dict[str, Any]]
                 "operations": " ".join(list(operations)[:3]),
             }
         )
-    return sorted(rows, key=lambda row: -row["ms"])
+    return sorted(rows, key=lambda row: -row["count"] * (row["idle_us"] + row["moves_us"]))
 
 
 def profile(dispatch: Callable[[], Any], directory: Path) -> tuple[list[KernelEvent], float]:
