@@ -143,6 +143,7 @@ def decode(
     chained = decodes_in_chain(params, config, size)
     operands = chain_operands(params, config) if chained else None
     count = (lengths > 0).sum(), jnp.asarray(sequences.plain)
+    owner = request_of(jnp.arange(len(reads.pages)), reads.first)  # a search in each turn would take its time
 
     def active(ended: Bool[Array, " segments"], step: Int[Array, ""]) -> Bool[Array, " segments"]:
         return (lengths > 0) & ~ended & (step < left)
@@ -157,14 +158,14 @@ def decode(
         positions = jnp.maximum(lengths - 1, 0) + step
         place = _place(reads, lengths, step, goes_on)
         if chained:
-            table = _table(reads, lengths, step, fresh=True)
+            table = _table(reads, owner, lengths, step, fresh=True)
             hidden, pool = forward_decode_chained(
                 params, config, tokens, positions, pool, place, table, operands=operands
             )
             # Nor may what the head needs besides be computed between two layers.
             hidden, asked, known = lax.optimization_barrier((hidden, count, penalty))
         else:
-            seen = _seen(config, reads, lengths, step)
+            seen = _seen(config, reads, owner, lengths, step)
             hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
             asked, known = count, penalty
         now, asking = jnp.asarray(segments.step) + step, segments
@@ -249,10 +250,14 @@ def _place(
 
 
 def _seen(
-    config: ModelConfig, reads: Reads, lengths: Int[Array, " segments"], step: Int[Array, ""]
+    config: ModelConfig,
+    reads: Reads,
+    owner: Int[Array, " entries"],
+    lengths: Int[Array, " segments"],
+    step: Int[Array, ""],
 ) -> PageTable | Window:
     """What each sequence sees once its last known token is stored."""
-    pages, valid, first = table = _table(reads, lengths, step, fresh=False)
+    pages, valid, first = table = _table(reads, owner, lengths, step, fresh=False)
     if config.sliding_window is None:
         return table
     length, before = jnp.where(lengths > 0, lengths + step, 0), jnp.asarray(reads.before)
@@ -263,11 +268,23 @@ def _seen(
     return Window(StoredKeys(pages, valid), jnp.where(length > 0, start, end), end)
 
 
-def _table(reads: Reads, lengths: Int[Array, " segments"], step: Int[Array, ""], *, fresh: bool) -> PageTable:
-    """The pages that each sequence sees; `fresh`: its last known token is no row of them, but fresh."""
+def _table(
+    reads: Reads,
+    owner: Int[Array, " entries"],
+    lengths: Int[Array, " segments"],
+    step: Int[Array, ""],
+    *,
+    fresh: bool,
+) -> PageTable:
+    """The pages that each sequence sees.
+
+    Arguments:
+    - `owner`: the sequence of each entry.
+    - `fresh`: the last known token of a sequence is no row of its pages, but fresh.
+    """
     pages, before, first = (jnp.asarray(x) for x in reads[:3])
     entry = jnp.arange(len(pages))
-    length = jnp.where(lengths > 0, lengths + step, 0)[request_of(entry, first)]
+    length = jnp.where(lengths > 0, lengths + step, 0)[owner]
     valid = jnp.clip(length - fresh - before, 0, PAGE_ROWS)
     valid = jnp.where(pages < 0, fresh & (length > 0), valid)
     pages = pages if fresh else jnp.maximum(pages, SCRATCH_PAGE)
