@@ -267,7 +267,7 @@ def _filled_up(draft: Draft, commit: Bool[Array, " head"], batch: Batch) -> Bool
     candidates = Candidates(left, segment, sure, sure, jnp.zeros_like(sure))
     params = RuleParams(missing, jnp.asarray(segments.fraction)[:, 0], segments.options)
     states = jax.tree.map(jnp.asarray, batch.states)
-    further, _ = select(candidates, segments.rule, params, states, entropies=False)
+    further, _ = select(candidates, segments.rule, params, states, long_rules=False)
     return commit | further
 
 

@@ -46,8 +46,13 @@ def acceptance_of(sampling: SamplingParams) -> Acceptance:
 
 
 def head_level(sampling: SamplingParams) -> Level:
-    """How much of each row's distribution a request needs."""
-    if evaluated_apart(sampling):
+    """How much of each row's distribution a request needs.
+
+    A rule that takes long runs under a condition of the device, for which the host waits. Only the programs
+    of the highest level have such conditions.
+    """
+    acceptance = rule_of(sampling).acceptance
+    if evaluated_apart(sampling) or (acceptance is not None and acceptance.takes_long):
         return Level.FILTERED
     return Level.MOMENTS if measure_of(sampling) in (Measure.MARGIN, Measure.ENTROPY) else Level.TOP
 

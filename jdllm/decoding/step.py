@@ -331,8 +331,8 @@ def transfer(
     candidates = _candidates(choice, masked, head, segments, bits)
     counts = _count(masked, head, segments.quota.shape[0])
     params = _rule_params(segments, index, counts)
-    entropies = level >= Level.MOMENTS
-    commit, states = select(candidates, segments.rule, params, trace.states, entropies=entropies)
+    long_rules = level >= Level.FILTERED
+    commit, states = select(candidates, segments.rule, params, trace.states, long_rules=long_rules)
     post_left = trace.post_left
     if batch.editing is not None and post_left is not None:
         before = tokens[head.row], choice.token, choice.logprob

@@ -22,7 +22,7 @@ from tests.decoding.slow_rules import Asked, Rule, committed
 ROWS, SEGMENTS = 24, 4
 OPTIONS = ("threshold", "threshold_strict", "factor", "factor_end", "entropy_bound", "threshold_fall")
 NOT_DREAM = [rule for rule in Rule if rule is not Rule.ORIGIN]
-jitted = jax.jit(select, static_argnames="entropies")
+jitted = jax.jit(select, static_argnames="long_rules")
 
 asked = st.builds(
     Asked,
@@ -72,7 +72,7 @@ class Case:
             commit[[rows[i] for i in committed(rule, confidence, order, draw, params)]] = True
         return commit
 
-    def actual(self, masked: list[bool] | None = None, entropies: bool = True) -> np.ndarray:
+    def actual(self, masked: list[bool] | None = None, long_rules: bool = True) -> np.ndarray:
         return run(
             self.rules,
             self.params,
@@ -81,7 +81,7 @@ class Case:
             self.segment,
             self.order,
             self.draw,
-            entropies,
+            long_rules,
         )
 
 
@@ -93,7 +93,7 @@ def run(
     segment: Any = None,
     order: Any = None,
     draw: Any = None,
-    entropies: bool = True,
+    long_rules: bool = True,
 ) -> np.ndarray:
     """`select` with everything masked, in one segment and ordered by confidence unless given."""
     count = len(confidence)
@@ -113,7 +113,7 @@ def run(
     rule = np.array([numbers[rule.value] for rule in rules], np.int32)
     falling = [one is Rule.FALLING_THRESHOLD for one in rules]
     quota = np.where(falling, masks, quota)  # where confidences alone decide, a step may commit the block
-    commit, states = jitted(candidates, rule, RuleParams(quota, fraction, options), {}, entropies=entropies)
+    commit, states = jitted(candidates, rule, RuleParams(quota, fraction, options), {}, long_rules=long_rules)
     assert not states
     return np.asarray(commit)
 
@@ -156,8 +156,8 @@ def test_a_mix_gives_what_each_segment_gives_alone(case: Case):
 
 @pytest.mark.slow
 @given(cases(st.sampled_from([rule for rule in Rule if rule is not Rule.ENTROPY_BOUND])))
-def test_without_entropies_other_rules_are_the_same(case: Case):
-    np.testing.assert_array_equal(case.actual(entropies=False), case.expected())
+def test_without_long_rules_other_rules_are_the_same(case: Case):
+    np.testing.assert_array_equal(case.actual(long_rules=False), case.expected())
 
 
 @pytest.mark.slow

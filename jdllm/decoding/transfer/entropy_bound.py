@@ -31,7 +31,7 @@ def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array
     return (spent <= params.options["entropy_bound"]) | (ranked.rank == 0)
 
 
-ACCEPTANCE = Acceptance("entropy_bound", accept, entropies=True)
+ACCEPTANCE = Acceptance("entropy_bound", accept, takes_long=True)
 RULE = TransferRule(
     "transfer",
     "entropy_bound",

@@ -53,14 +53,14 @@ class Acceptance:
     - `name`: unique among those that are registered.
     - `accept`: returns the rows that commit, from the ranked rows. With a `state` the function also takes the
       state before the step, and returns the state after the step (`AcceptWithState`).
-    - `entropies`: the function needs confidences that are entropies, and may take long. Programs without
-      entropies leave the function out; other programs run it where a segment has it.
+    - `takes_long`: the function runs row by row. Programs without long rules leave it out; other programs run
+      it where a segment has it.
     - `state`: what the rule carries from step to step.
     """
 
     name: str
     accept: "Accept | AcceptWithState"
-    entropies: bool = False
+    takes_long: bool = False
     state: tuple[StateArray, ...] = ()
 
     def __repr__(self) -> str:

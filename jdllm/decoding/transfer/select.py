@@ -31,7 +31,7 @@ def select(
     params: RuleParams,
     states: States,
     *,
-    entropies: bool = True,
+    long_rules: bool = True,
 ) -> tuple[Bool[Array, " rows"], States]:
     """The rows that commit, each segment by its own rule.
 
@@ -40,8 +40,7 @@ def select(
     - `rule`: the number of each segment's rule.
     - `params`: the rules' parameters per segment; `params.options` is an `OfRules`.
     - `states`: before the step.
-    - `entropies`: whether confidences may be entropies; static. Without them no segment has a rule that
-      needs them.
+    - `long_rules`: whether a segment may have a rule that takes long; static.
 
     Returns the rows that commit, in the order of `candidates` (only masked rows do), and the states after the
     step.
@@ -54,7 +53,7 @@ def select(
     commit = nothing = jnp.zeros(ranked.rank.shape, bool)
     after = dict(states)
     for number, acceptance in cast(OfRules, params.options).numbered:
-        if acceptance.entropies and not entropies:
+        if acceptance.takes_long and not long_rules:
             continue
         before = _ranked_state(acceptance, states.get(acceptance.name, {}), ranked)
 
@@ -66,7 +65,7 @@ def select(
             return cast(Accept, acceptance.accept)(ranked, own_params, segments), {}
 
         # A device waits for the host at every condition: not for a few comparisons.
-        if acceptance.entropies:
+        if acceptance.takes_long:
             is_asked = jnp.any(rule == number)
             accepted, state = lax.cond(is_asked, run, lambda before=before: (nothing, before))
         else:

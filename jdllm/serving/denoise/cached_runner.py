@@ -39,17 +39,17 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
 _refresh, _reuse = encoding(refresh), encoding(reuse)
-LEVELS = (Level.TOP, Level.FILTERED)
-"""Of the head, that steps are compiled for."""
+LEVELS = (Level.MOMENTS, Level.FILTERED)
+"""Of the head, that steps are compiled for. Moments serve every order of rows, for 1 to 2 % of its time."""
 
 
 class RefreshForm(NamedTuple):
     """What refreshes are compiled for.
 
     - `scored`: whether any request keeps its best candidates.
-    - `usual`: whether no request needs a level of the head above `Level.TOP`, and those that score keys are
-      usual, as in `jdllm.execution.paged.selection.sources`. Then the device counts no turns of a loop, which
-      the host would wait for.
+    - `usual`: whether no request needs a level of the head above the first of `LEVELS`, and those that score
+      keys are usual, as in `jdllm.execution.paged.selection.sources`. Then the device counts no turns of a
+      loop, which the host would wait for.
     - `controlled`: whether any request controls logits.
     """
 
@@ -86,9 +86,9 @@ class CachedRunner:
         }
         self._single_steps = Sizes(ladder.single)
         self._steps = {
-            (Level.TOP, False): Sizes(ladder.reuse),
-            (Level.FILTERED, False): Sizes(ladder.ranked),
-            (Level.FILTERED, True): Sizes(ladder.ranked),
+            (LEVELS[0], False): Sizes(ladder.reuse),
+            (LEVELS[1], False): Sizes(ladder.ranked),
+            (LEVELS[1], True): Sizes(ladder.ranked),
         }
         self._warm = False
         most = max(entry.head_rows for entry in (*ladder.refresh, *ladder.single))
@@ -106,9 +106,9 @@ class CachedRunner:
                 batch = pack_refresh([request], self._config, pages, entry)
                 yield self._refresh_program(batch, entry, RefreshForm(scored=True, usual=usual))
         for entries, level, steps in (
-            (self._ladder.reuse, Level.TOP, 1),
-            (self._ladder.single, Level.TOP, None),
-            (self._ladder.ranked, Level.FILTERED, 1),
+            (self._ladder.reuse, LEVELS[0], 1),
+            (self._ladder.single, LEVELS[0], None),
+            (self._ladder.ranked, LEVELS[1], 1),
         ):
             for entry in entries:
                 needed = self._usual_entries(entry)
@@ -122,9 +122,9 @@ class CachedRunner:
         for usual, entries in self._refresh_entries.items():
             self.refresh_sizes[RefreshForm(scored=True, usual=usual)].compiled.update(entries)
         for sizes, entries in (
-            (self._steps[Level.TOP, False], self._ladder.reuse),
+            (self._steps[LEVELS[0], False], self._ladder.reuse),
             (self._single_steps, self._ladder.single),
-            (self._steps[Level.FILTERED, False], self._ladder.ranked),
+            (self._steps[LEVELS[1], False], self._ladder.ranked),
         ):
             sizes.compiled.update(entries)
         self._warm = True
@@ -162,7 +162,7 @@ class CachedRunner:
             [reuse_demand(r, PAGE_ROWS, self._ladder.tile_rows) for r in requests], axis=0
         ).tolist()
         level = step_level(requests)
-        once = self._warm and max_steps == 1 and level is Level.TOP
+        once = self._warm and max_steps == 1 and level is LEVELS[0]
         sizes = self._single_steps if once else self._steps[level, controlled(requests)]
 
         def packed(entry: Entry) -> Packed[ReuseBatch]:
@@ -209,7 +209,7 @@ class CachedRunner:
 
     def _refresh_program(self, batch: RefreshBatch, entry: Entry, form: RefreshForm) -> Program:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
-        level = Level.TOP if form.usual else Level.FILTERED
+        level = LEVELS[not form.usual]
         static = step_static(self._config, self._account, entry, level)
         static |= {"scored": form.scored, "usual": form.usual, "left": self.left.size}
         static |= self._cut(entry, level)
@@ -259,13 +259,13 @@ def step_static(config: ModelConfig, account: Account, entry: Entry, level: Leve
 
 def is_usual(request: Request) -> bool:
     """Whether the usual form of a refresh serves a request: see `RefreshForm`."""
-    return step_level([request]) is Level.TOP and (not _scores(request) or _scores_as_usual(request))
+    return step_level([request]) is LEVELS[0] and (not _scores(request) or _scores_as_usual(request))
 
 
 def step_level(requests: list[Request]) -> Level:
     """One of the two levels of the head that steps are compiled for: usual ones end sooner at the lower."""
-    usual = all(head_level(r.sampling) is Level.TOP for r in requests)
-    return LEVELS[0] if usual else LEVELS[1]
+    needed = max(head_level(request.sampling) for request in requests)
+    return LEVELS[needed > LEVELS[0]]
 
 
 def _scores(request: Request) -> bool:

@@ -15,12 +15,11 @@ from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.execution.transformer import embed
 from jdllm.models.leaf import dtypes_of
 from jdllm.models.weights import layer_runs
-from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import Entry
 from jdllm.serving.demands import CUT, Held
 from jdllm.serving.denoise.cached_packing import RefreshBatch, pack_refresh
-from jdllm.serving.denoise.cached_runner import is_usual, step_static
+from jdllm.serving.denoise.cached_runner import LEVELS, is_usual, step_static
 from jdllm.serving.launch import Launch
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand, smallest_request
@@ -194,7 +193,7 @@ class LayersRunner:
         donated = ("hidden", "pool")
         yield Program(some_layers, arguments, {"config": config, "count": count}, donated, name=name)
         last = config.num_layers - (-(-config.num_layers // count) - 1) * count
-        static = step_static(config, account, entry, Level.TOP) | {"count": last}
+        static = step_static(config, account, entry, LEVELS[0]) | {"count": last}
         arguments = params, batch, selection, table, hidden, pool.abstract
         yield Program(_last_layers, arguments, static, donate=("pool",), name=name)
 
