@@ -1,10 +1,11 @@
 """Where the device time of an engine's parts goes, by kernel.
 
-Run as `python3 -m benchmarks parts [--shape llada-8b] [--layers 8] [--batch 1 4 12] [--prompt 768]` on a
-card, for a block model also with `[--block 4] [--per-forward 4]`. Equal requests generate 64 tokens with
-random weights: two blocks of 32, tokens of a causal model, or blocks of a block model, of which each forward
-evaluation fills `--per-forward` tokens. The second time everything is compiled, and the third time is traced.
-A row says what a kernel takes of a step of one executable; steps that store blocks too count with the others.
+Run as `python3 -m benchmarks parts [--shape llada-8b] [--layers 8] [--batch 1 4 12] [--prompt 768]
+[--trace DIR]` on a card, for a block model also with `[--block 4] [--per-forward 4]`. Equal requests generate
+64 tokens with random weights: two blocks of 32, tokens of a causal model, or blocks of a block model, of
+which each forward evaluation fills `--per-forward` tokens. The second time everything is compiled, and the
+third time is traced. A row says what a kernel takes of a step of one executable; steps that store blocks too
+count with the others.
 `step_us` is the time in which any kernel of the executable runs. Few layers are enough to see where the time
 of a layer goes, and are compiled sooner.
 """
@@ -35,11 +36,14 @@ TOKENS, RETENTION = 2 * BLOCK_LENGTH, 0.5
 SHOWN = 16
 
 
-def traced(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) -> list[dict[str, Any]]:
+def traced(
+    llm: LLM, lengths: Sequence[int], sampling: SamplingParams, left: Path | None
+) -> list[dict[str, Any]]:
     """A row for each of the costliest kernels of each executable that serves such requests.
 
     Arguments:
     - `lengths`: tokens of each prompt.
+    - `left`: where the trace is left; `None` for nowhere.
     """
     prompts, done = random_prompts(llm.config, lengths), list[PartDone]()
     for _ in range(2):
@@ -47,9 +51,10 @@ def traced(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) -> list[d
         llm.engine.settle()
     llm.engine.observe = done.append
     with tempfile.TemporaryDirectory() as scratch:
-        with jax.profiler.trace(scratch):
+        directory = left or Path(scratch)
+        with jax.profiler.trace(directory):
             llm.generate(prompt_token_ids=prompts, sampling=sampling)
-        events = read_events(Path(scratch))
+        events = read_events(directory)
     llm.engine.observe = None
     return by_part(events, done)
 
@@ -81,6 +86,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--prompt", type=int, default=768)
     parser.add_argument("--block", type=int, help="positions of a block model's block; by default its own")
     parser.add_argument("--per-forward", type=int, default=4, help="tokens of a block model")
+    parser.add_argument("--trace", type=Path, help="where to leave the traces; by default nowhere")
     args = parser.parse_args(arguments)
     shape = (SHAPES | CAUSAL_SHAPES | BLOCK_SHAPES)[args.shape]
     config = dataclasses.replace(shape, num_layers=args.layers)
@@ -101,6 +107,6 @@ def main(arguments: Sequence[str]) -> None:
         table = [
             {"batch": batch, **row}
             for batch in args.batch
-            for row in traced(llm, [args.prompt] * batch, sampling)
+            for row in traced(llm, [args.prompt] * batch, sampling, args.trace and args.trace / str(batch))
         ]
     record(f"parts_{args.shape}", table, args.out, layers=args.layers, prompt=args.prompt, cache=args.cache)
