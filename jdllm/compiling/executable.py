@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from jdllm.compiling.host_arguments import HostArguments
-from jdllm.compiling.over_cards import bound, mesh_of, placements
+from jdllm.compiling.over_cards import bound, mesh_of, over_processes, placements, whole_on_each
 from jdllm.pallas.device import find_kernel_runtime
 
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
@@ -156,6 +157,7 @@ class Executable:
     - `tree`, `out_tree`: the structure of the arguments and of the results.
     - `host`: how the leaves that the host passes are merged into words.
     - `needs`: kept, because XLA takes tens of milliseconds to count the bytes.
+    - `sent`: the words that a call takes in place of its own, `None` for its own.
     """
 
     compiled: jax.stages.Compiled
@@ -163,13 +165,38 @@ class Executable:
     host: HostArguments
     out_tree: Any
     needs: DeviceBytes
+    sent: Int[Array, " words"] | None = None
+
+    def sending(self, *args: Any) -> "Executable":
+        """The same, with the numbers of the host on their way to the device: its calls pass these numbers.
+
+        A call then has little left to do before the device begins. Cards of several processes get the numbers
+        with the call: sent before, they would be compared between the processes.
+
+        Arguments:
+        - `args`: as those of a call. Arrays on the device may be abstract, but for one at least.
+        """
+        words, others = self.host.merge(self._leaves(args))
+        arrays = [leaf for leaf in others if isinstance(leaf, jax.Array)]
+        if over_processes(arrays):
+            return self
+        whole = whole_on_each(arrays)
+        place = next(iter(arrays[0].devices())) if whole is None else whole
+        return dataclasses.replace(self, sent=jax.device_put(words, place))
 
     def __call__(self, *args: Any) -> Any:
+        leaves = self._leaves(args)
+        if self.sent is None:
+            words, others = self.host.merge(leaves)
+        else:
+            words, others = self.sent, self.host.others(leaves)
+        return jax.tree.unflatten(self.out_tree, self.compiled(words, *others))
+
+    def _leaves(self, args: Any) -> list[Any]:
         leaves, tree = jax.tree.flatten(args)
         if tree != self.tree:
             raise TypeError(f"compiled for arguments {self.tree}, called with {tree}")
-        words, others = self.host.merge(leaves)
-        return jax.tree.unflatten(self.out_tree, self.compiled(words, *others))
+        return leaves
 
 
 def device_bytes(compiled: jax.stages.Compiled) -> DeviceBytes:

@@ -60,15 +60,18 @@ class HostArguments:
 
         Raises `TypeError` where a merged leaf has another shape or type.
         """
-        words, others = [], []
+        words = []
         for leaf, part in zip(leaves, self.parts, strict=True):
             if part is None:
-                others.append(leaf)
-            elif leaf.shape != part.shape or leaf.dtype != part.dtype:
+                continue
+            if leaf.shape != part.shape or leaf.dtype != part.dtype:
                 raise TypeError(f"compiled for {part}, called with {MergedLeaf(leaf.shape, leaf.dtype)}")
-            else:
-                words += _words(leaf).tobytes(), bytes(4 * (-leaf.size % _ALIGNED))
-        return np.frombuffer(b"".join(words), np.int32), others
+            words += _words(leaf).tobytes(), bytes(4 * (-leaf.size % _ALIGNED))
+        return np.frombuffer(b"".join(words), np.int32), self.others(leaves)
+
+    def others(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves that are not merged."""
+        return [leaf for leaf, part in zip(leaves, self.parts, strict=True) if part is None]
 
     def split(self, words: Int[Array, " words"], others: Sequence[Array]) -> list[Array]:
         """The leaves, traced, of what `merge` returned."""

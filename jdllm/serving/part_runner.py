@@ -40,7 +40,7 @@ class Chosen[Batch](NamedTuple):
 
     - `entry`: its size.
     - `batch`: the packed requests.
-    - `executable`: compiled for this size.
+    - `executable`: compiled for this size; it passes the numbers of the host that are in `arguments`.
     - `arguments`: the arguments of the executable, the KV pool among them as shapes.
     """
 
@@ -83,7 +83,8 @@ class PartRunner:
             later = pack(missing).program
             make = functools.partial(self.compiled, later, missing)
             self._background.start(sizes, missing, later.name, make)
-        return Chosen(entry, batch, executable, program.args)
+        # While parts before run: the device waits for what a launch does.
+        return Chosen(entry, batch, executable.sending(*program.args), program.args)
 
     def compiled(self, program: Program, entry: Entry) -> Executable:
         """The executable of a program, or `MemoryBudgetError` where it does not fit."""

@@ -64,6 +64,23 @@ def test_host_arguments_among_donated_and_other_ones():
     assert len(executables) == 1
 
 
+def test_numbers_of_the_host_may_be_sent_before_the_call():
+    """A buffer of the host may be written again once it is sent, and what is on the device may change."""
+    executables = Executables("cpu")
+    words, weights, pool = np.arange(4, dtype=np.int32), jnp.arange(3.0), jnp.zeros(2, jnp.int32)
+    args = pool, (words, np.array([True, False]), np.float32(0.5)), weights
+    executable = executables.get(Program(mixed, args, {}, ("pool",)))
+    abstract = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    sending = executable.sending(abstract, *args[1:])
+    words[:] = 100
+    for expected in (6, 12):
+        pool, (products, flags) = sending(pool, *args[1:])
+        np.testing.assert_array_equal(pool, [expected, 0])
+        np.testing.assert_array_equal(products, [0, 0.5, 1])
+        np.testing.assert_array_equal(flags, [True, False])
+    assert executable(jnp.zeros(2, jnp.int32), *args[1:])[0][0] == 400
+
+
 def test_host_arguments_need_an_executable_of_their_own():
     executables = Executables("cpu")
     for x in (np.arange(3, dtype=np.int32), jnp.arange(3), np.arange(1, 4, dtype=np.int32)):
