@@ -21,6 +21,7 @@ from jdllm.planning.step_time import RATES
 
 GIB = 2**30
 BLOCK = 32
+_MEMORY = "8GiB"
 _CAUSAL = {name: shape for name, shape in CAUSAL_SHAPES.items() if shape.family in HF_CONFIGS}
 ALL_SHAPES = {name: SHAPES[name] for name in ("llada-8b", "dream-7b")} | _CAUSAL
 
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     parser = case_parser("offloaded", main.__doc__)
     parser.add_argument("--shape", choices=ALL_SHAPES, default="llada-8b")
-    parser.add_argument("--memory", nargs="+", default=["8GiB"])
+    parser.add_argument("--memory", nargs="+", default=[_MEMORY])
     parser.add_argument("--kv-pool", help="bytes of the KV pool, by default as an LLM chooses them")
     parser.add_argument("--context", type=int, nargs="+", default=[4096])
     parser.add_argument("--cache", nargs="+", choices=cache_names(), default=["none"])
@@ -98,4 +99,5 @@ def main(arguments: Sequence[str]) -> None:
                             row = {"shape": args.shape, "memory": memory} | loaded
                             table.append(row | measure(llm, context, cache, requests))
                             print_row(table[-1])
-    record(f"offloaded_{args.shape}", table, args.out, host_gb_s=RATES["h200"].host_bytes / 1e9)
+    asked = [x for x in (*args.cache, *args.memory) if x not in ("none", _MEMORY)]
+    record("_".join(["offloaded", args.shape, *asked]), table, args.out, host_gb_s=RATES["h200"].host_bytes / 1e9)
