@@ -23,6 +23,7 @@ from jdllm.serving.ahead import later
 from jdllm.serving.blocks.packing import Form, pack_blocks, with_choices
 from jdllm.serving.blocks.request import BlockRequest, block_spec
 from jdllm.serving.blocks.step_packing import pack_steps
+from jdllm.serving.denoise.cached_runner import LEVELS
 from jdllm.serving.launch import Launch
 from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import of_class
@@ -34,7 +35,7 @@ CONFIG = dataclasses.replace(
     CAUSAL_SHAPES["llama-3.1-8b"], attention="block_causal", block_length=32, mask_id=0
 )
 PAGES, COUNT, MIB = 4096, 32, 2**20
-STEP_STATIC = {"mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
+STEP_STATIC = {"mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": LEVELS[0]}
 
 
 def asked(config: ModelConfig) -> tuple[list[BlockRequest], list[range], KvPool]:

@@ -17,13 +17,13 @@ from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, tree_bytes
-from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.quantised_matmul.limits import MOST_ROWS
 from jdllm.planning.aot import compile_for
 from jdllm.planning.budget import StepRoom
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
 from jdllm.quantised import WeightForm
 from jdllm.serving.denoise.cached_packing import pack_refresh
+from jdllm.serving.denoise.cached_runner import LEVELS
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
 from tests.aot.chains import chain_of, spills_of
@@ -37,7 +37,7 @@ MIB = 2**20
 LENGTH, REQUESTS = 1024, 4
 LEFT = 2048
 PAGES = 1 + 16 * REQUESTS * LENGTH // PAGE_ROWS  # a layer's keys are half a GiB
-STATIC = {"config": CONFIG, "mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
+STATIC = {"config": CONFIG, "mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": LEVELS[0]}
 
 
 def requests(
