@@ -18,6 +18,7 @@ from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows, Trace
 from jdllm.decoding.head import source_rows
+from jdllm.decoding.unseen import taken
 from jdllm.execution.paged.decode import Window, forward_decode
 from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import KvArrays
@@ -40,6 +41,15 @@ class Drawn(NamedTuple):
     token: Int[Array, " rows"]
     logprob: Float[Array, " rows"]
     likeliest: Likeliest | None
+
+
+class Models(NamedTuple):
+    """The weights of the diffusion model and of its verifier, and what both are."""
+
+    params: Params
+    verifier: Params
+    config: ModelConfig
+    verifier_config: ModelConfig
 
 
 class AdaptiveSegments(NamedTuple):
@@ -79,11 +89,13 @@ class Verified(NamedTuple):
 class AdaptiveBatch(NamedTuple):
     """One packed batch for both models.
 
-    - `tokens`: of all segments, masks included.
+    - `tokens`: that the diffusion model evaluates, masks included: whole sequences, or of cached ones the
+      rows that are not stored.
     - `rows`: as the diffusion model sees them.
     - `verified`: as the verifier sees each segment from the row before its first head row to the one before
       its last; the rows before them are stored.
-    - `verified_row`: the packed row of each of these.
+    - `verified_tokens`: of these rows, where they are known.
+    - `drafted_by`: the head row whose draft is the token of each of them; -1 where it is known.
     - `verified_from`: which of them predicts each head row.
     - `head`: each segment's window, its next masked rows, rising; `unguided` is not read.
     - `segments`: their parameters.
@@ -92,7 +104,8 @@ class AdaptiveBatch(NamedTuple):
     tokens: Int[Tensor, " rows"]
     rows: Rows
     verified: Verified
-    verified_row: Int[Tensor, " verified"]
+    verified_tokens: Int[Tensor, " verified"]
+    drafted_by: Int[Tensor, " verified"]
     verified_from: Int[Tensor, " head"]
     head: HeadRows
     segments: AdaptiveSegments
@@ -137,25 +150,59 @@ def denoise_adaptive(
     and the pool. Tokens come from the smaller vocabulary. Exact: the diffusion model evaluates whole
     sequences, and what the verifier has stored does not depend on what follows.
     """
-    head, segments = batch.head, batch.segments
+    hidden = forward(params, config, batch.tokens, batch.rows, chunks=chunks)
+    models = Models(params, verifier, config, verifier_config)
+    return verify_draft(models, batch, hidden, sources_of(config, batch), pool, chunks=chunks.logits)
+
+
+def sources_of(config: ModelConfig, batch: AdaptiveBatch) -> Int[Array, " head"]:
+    """The packed rows that predict the head rows."""
+    positions = jnp.asarray(batch.rows.positions)[batch.head.row]
+    return jnp.asarray(source_rows(config, batch.head, positions).guided)
+
+
+def real_rows(batch: AdaptiveBatch) -> Bool[Array, " head"]:
+    """Which head rows are no padding."""
+    return jnp.asarray(batch.head.segment) < batch.segments.step.shape[0]
+
+
+def verify_draft(
+    models: Models,
+    batch: AdaptiveBatch,
+    hidden: Hidden,
+    drafted_from: Int[Array, " head"],
+    pool: KvArrays,
+    *,
+    chunks: int,
+) -> tuple[Trace, KvArrays]:
+    """Draft the window of every segment from hidden rows, verify the draft and accept a prefix.
+
+    Arguments:
+    - `models`, `batch`: both models, and the packed batch.
+    - `hidden`: rows behind the diffusion model's last layer.
+    - `drafted_from`: which of them predict the head rows.
+    - `pool`: of the verifier; it is written.
+    - `chunks`: into how many chunks the head rows are cut, of one of which logits exist at a time; static.
+
+    Returns a trace of one step, and the pool.
+    """
+    params, verifier, config, verifier_config = models
+    head, segments, real = batch.head, batch.segments, real_rows(batch)
     total = head.row.shape[0]
-    size = -(-total // chunks.logits)
-    real = jnp.asarray(head.segment) < segments.step.shape[0]
+    size = -(-total // chunks)
     positions = jnp.asarray(batch.rows.positions)[head.row]
     verified_from = jnp.asarray(batch.verified_from)
     keys = step_keys(jnp.asarray(segments.seed), Purpose.TOKEN, jnp.asarray(segments.step))
     of_row: tuple[AdaptiveSegments, Keys] = jax.tree.map(
         lambda x: jnp.asarray(x)[head.segment], (segments, keys)
     )
-    drafted_from, _ = source_rows(config, head, positions)
     common = min(config.vocab_size, verifier_config.vocab_size)
-    hidden = forward(params, config, batch.tokens, batch.rows, chunks=chunks)
 
     def in_chunks(choose: Callable[[Cut], Drawn]) -> Drawn:
         return _in_chunks(choose, total, size, real.sum())
 
     def draft_logits(part: Cut) -> Float[Array, "part common"]:
-        return logits(params, config, hidden[part(jnp.asarray(drafted_from))])[:, :common]
+        return logits(params, config, hidden[part(drafted_from)])[:, :common]
 
     def draw(values: Float[Array, "part common"], part: Cut, of: Int[Array, " head"] | None = None) -> Drawn:
         chosen = None if of is None else part(of)
@@ -171,8 +218,9 @@ def denoise_adaptive(
         return draw(mixture, part, drafts)
 
     drafts = in_chunks(draft).token
-    tokens = _with_draft(batch.tokens, head, real, drafts, verifier_config.vocab_size)
-    asked = tokens[jnp.asarray(batch.verified_row)]
+    asked = taken(batch.verified_tokens, drafts, batch.drafted_by)
+    # No row sees the masks beyond the draft, whose id the verifier may lack.
+    asked = jnp.minimum(asked, verifier_config.vocab_size - 1)
     hidden_of_draft, pool = _evaluate(verifier, verifier_config, asked, batch.verified, pool)
     targets = in_chunks(target)
     accepted = real & _agreeing_prefix(drafts == targets.token, head.segment)
@@ -225,19 +273,6 @@ def _draw(
     if found is not None:
         found = found._replace(values=found.values - total[:, None])
     return Drawn(token, chosen - total, found)
-
-
-def _with_draft(
-    tokens: Int[Tensor, " rows"],
-    head: HeadRows,
-    real: Bool[Array, " head"],
-    draft: Int[Array, " head"],
-    vocab_size: int,
-) -> Int[Array, " rows"]:
-    """The rows with the draft in them. No row sees the masks beyond it, whose id the verifier may lack."""
-    nowhere = tokens.shape[0]
-    tokens = jnp.asarray(tokens).at[jnp.where(real, head.row, nowhere)].set(draft, mode="drop")
-    return jnp.minimum(tokens, vocab_size - 1)
 
 
 def _agreeing_prefix(agrees: Bool[Array, " head"], segment: Int[Tensor, " head"]) -> Bool[Array, " head"]:

@@ -331,7 +331,7 @@ class SamplingParams:
         does.
         """
         kept = dict(vars(self))
-        if names := excluded(options):
+        if names := excluded(options, kept):
             bare = vars(type(self)())
             kept |= {name: bare[name] for name in names}
         if "max_tokens" in options:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jdllm.decoding.kinds import POST_STEPS
-from jdllm.decoding.registry import NO_CACHE, RULES, options
+from jdllm.decoding.registry import NO_CACHE, POLICIES, RULES, options
 from jdllm.decoding.transfer.rule import Measure
 from jdllm.errors import RequestError
 
@@ -19,9 +19,8 @@ _SCHEDULE = "schedule"
 
 _NOT_ADAPTIVE = {
     "cfg_scale": (0.0, "has no classifier-free guidance"),
-    "cache": ("none", "evaluates whole sequences"),
-    "block_length": (None, "has no blocks"),
-    "suffix_window": (None, "has no blocks"),
+    "suffix_window": (None, "evaluates all masks behind a block"),
+    "official_forcing": (None, "accepts as much of a block's first draft as of others"),
     "remasking": ("low_confidence", "goes from left to right"),
     "confidence_eos_eot_inf": (None, "goes from left to right"),
     "prompt_masks": ("error", "does not fill masks in the prompt (infill does)"),
@@ -64,8 +63,12 @@ def without_effect(fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def excluded(given: Mapping[str, Any]) -> list[str]:
-    """The parameters that a rule among given ones has no room for."""
+def excluded(given: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """The parameters that a rule among given ones has no room for.
+
+    Arguments:
+    - `before`: the values before.
+    """
     names = []
     if given.get("transfer", _SCHEDULE) != _SCHEDULE:
         names.append("alg")
@@ -73,6 +76,8 @@ def excluded(given: Mapping[str, Any]) -> list[str]:
         names += ["transfer", "remasking"]
     if given.get("transfer") == "adaptive":
         names += [*_NOT_ADAPTIVE, *FILTERS]
+        if _keeps_some(before["cache"]):
+            names.append("cache")
     if given.get("editing_threshold", POST_STEPS) is None:
         names += ["max_post_steps", "penalty_lambda"]
     return names
@@ -116,11 +121,21 @@ def _check_adaptive(sampling: "SamplingParams") -> None:
         value = getattr(sampling, name)
         if value != default:
             raise RequestError(f"transfer 'adaptive' {why}: leave {name} at {default!r} (it is {value!r})")
+    if sampling.adaptive and _keeps_some(sampling.cache):
+        raise RequestError(
+            "transfer 'adaptive' drafts from keys of all rows that a cache may store, of which"
+            f" {sampling.cache!r} keeps the best only: choose another cache, such as 'dual'"
+        )
     for name, value in sampling.filters.items() if sampling.adaptive else ():
         raise RequestError(
             "transfer 'adaptive' draws from whole distributions:"
             f" leave {name} at {FILTERS[name]!r} (it is {value!r})"
         )
+
+
+def _keeps_some(cache: str) -> bool:
+    """Whether refreshes of a cache keep only some of the rows that they may store."""
+    return cache != NO_CACHE and POLICIES[cache].scored
 
 
 def _check_order(sampling: "SamplingParams") -> None:

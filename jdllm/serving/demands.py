@@ -35,12 +35,18 @@ class Kind(enum.IntEnum):
     """A block of each request: its draft, and the verification, which is stored."""
     VERIFY = 11
     """A block of each request: its draft, and a verification where it seems worth it; nothing is stored."""
+    ADAPTIVE_REFRESH = 12
+    """A `REFRESH` whose step is a draft and its verification."""
+    ADAPTIVE_REUSE = 13
+    """A `REUSE` whose step is a draft and its verification."""
 
 
 SUBMITTED = (
     Kind.REUSE,
     Kind.DECODE,
+    Kind.ADAPTIVE_REUSE,
     Kind.REFRESH,
+    Kind.ADAPTIVE_REFRESH,
     Kind.FULL,
     Kind.ADAPTIVE,
     Kind.STAGE,
@@ -107,6 +113,7 @@ class Demand(NamedTuple):
     - `steps`: steps of this kind that the request does before another kind is due.
     - `ahead`: whether the step behind this one can be packed before this one has ended.
     - `stores`: whether a step that reuses stores finished blocks too, for which a part has one step.
+    - `verified`: rows whose keys a verifier holds beside the pool, where they may be more than `rows`.
     """
 
     kind: Kind
@@ -116,6 +123,7 @@ class Demand(NamedTuple):
     steps: int = 1
     ahead: bool = False
     stores: bool = False
+    verified: int = 0
 
 
 class Held(NamedTuple):
@@ -132,18 +140,20 @@ class Held(NamedTuple):
 class Limits:
     """What the engine has room for.
 
-    - `max_num_batched_tokens`: packed rows of one iteration, all its parts together.
+    - `max_num_batched_tokens`: packed rows of one iteration, all its parts together; also the rows whose keys
+      a verifier holds for one part.
     - `max_num_seqs`: requests of one part, hence also running requests with pages, running ones that hold
       other memory, and running ones of one call that hold none.
     - `max_num_logits`: head rows of one part.
     - `entries`: page table entries of one part.
-    - `reuse_rows`: packed rows of one part that reuses.
+    - `reuse_rows`: packed rows of one part that reuses, of either kind.
     - `pages`: pages that requests may hold in all, the scratch page excluded.
     - `longest`: packed rows of a request that runs alone, at least `max_num_batched_tokens`;
       `longest_refresh` of one with pages.
     - `beside_pool`: packed rows up to which a request without pages runs while others hold some; a longer one
       takes the room of the pool.
-    - `whole_rows`: packed rows of one part of whole sequences; a longer one is alone in its part.
+    - `whole_rows`: packed rows of one part of whole sequences, but for refreshes without a verifier;
+      a longer one is alone in its part.
     - `sizes`: of kinds whose parts fill executables, the rows of these, in rising order.
     - `company_rows`: packed rows of one part of whole sequences where several calls run, who wait for each of
       these parts. One request may have more.

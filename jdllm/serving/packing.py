@@ -69,8 +69,29 @@ def demand(request: Request) -> tuple[int, int]:
     return len(request.evaluated) * copies, len(request.candidates()) * copies
 
 
+class LaidOut(NamedTuple):
+    """What a model evaluates of some requests, one after another, in the sizes of an entry.
+
+    - `tokens`, `rows`: int32 ids `[rows]`, and what each row sees.
+    - `head`: the rows that may commit.
+    - `candidates`: for each request the positions of these, which follow one another.
+    """
+
+    tokens: np.ndarray
+    rows: Rows
+    head: HeadRows
+    candidates: list[np.ndarray]
+
+
 def pack(requests: Sequence[Request], config: ModelConfig, entry: Entry) -> Packed:
     """Lay the requests out one after another, each followed by its unguided copy where it has guidance."""
+    tokens, rows, head, candidates = lay_out_whole(requests, config, entry)
+    segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
+    return Packed(Batch(tokens, rows, head, segments, states), candidates)
+
+
+def lay_out_whole(requests: Sequence[Request], config: ModelConfig, entry: Entry) -> LaidOut:
+    """What `pack` lays out, without the parameters of the requests."""
     candidates, evaluated = [r.candidates() for r in requests], [r.evaluated for r in requests]
     copies = [(ids[at], at) for r, at in zip(requests, evaluated, strict=True) for ids in r.sequences()]
     sequences, positions = zip(*copies, strict=True)
@@ -82,9 +103,7 @@ def pack(requests: Sequence[Request], config: ModelConfig, entry: Entry) -> Pack
         for i, r in enumerate(requests)
     ]
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
-    head = head_rows(row, unguided, segment, entry)
-    segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
-    return Packed(Batch(tokens, rows, head, segments, states), candidates)
+    return LaidOut(tokens, rows, head_rows(row, unguided, segment, entry), candidates)
 
 
 def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, entry: Entry) -> HeadRows:

@@ -69,6 +69,8 @@ from jdllm.serving.pace import Pace
 from jdllm.serving.shares import Caller, Turns
 
 _WHOLE = (Kind.FULL, Kind.ADAPTIVE)
+_IN_WHOLE_ROWS = (*_WHOLE, Kind.ADAPTIVE_REFRESH)
+_TILED = (Kind.REUSE, Kind.ADAPTIVE_REUSE)
 _ALONE = (Kind.STAGE, Kind.LAYERS)
 _BESIDE_HELD = (Kind.REFRESH, Kind.REUSE)
 _LONGER = 4
@@ -97,6 +99,7 @@ class _Draft:
     rows: int = 0
     head_rows: int = 0
     entries: int = 0
+    verified: int = 0
 
     def holds(self, demand: Demand, limits: Limits, whole_rows: int) -> bool:
         """Whether `demand` fits too. A part that is empty holds everything. A part that prepares, or that has
@@ -107,11 +110,12 @@ class _Draft:
         """
         return not self.ids or (
             demand.kind not in _ALONE
-            and (demand.kind not in _WHOLE or self.rows + demand.rows <= whole_rows)
-            and (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
+            and (demand.kind not in _IN_WHOLE_ROWS or self.rows + demand.rows <= whole_rows)
+            and (demand.kind not in _TILED or self.rows + demand.rows <= limits.reuse_rows)
             and len(self.ids) < limits.max_num_seqs
             and self.head_rows + demand.head_rows <= limits.max_num_logits
             and self.entries + demand.entries <= limits.entries
+            and self.verified + demand.verified <= limits.max_num_batched_tokens
         )
 
     def add(self, request: int, demand: Demand) -> None:
@@ -119,6 +123,7 @@ class _Draft:
         self.rows += demand.rows
         self.head_rows += demand.head_rows
         self.entries += demand.entries
+        self.verified += demand.verified
 
 
 @dataclasses.dataclass(slots=True)

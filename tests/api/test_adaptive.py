@@ -52,7 +52,12 @@ def completion(client: TestClient, **fields: Any) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"mixture_weight": 0.0, "max_lookahead": 9}])
+CACHED: dict[str, Any] = {"cache": "dual", "block_length": 4}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 1.0}, {"mixture_weight": 0.0, "max_lookahead": 9}, CACHED]
+)
 def test_a_completion_is_what_the_library_gives(client: TestClient, llm: LLM, fields: dict[str, Any]):
     asked = {"temperature": 0.0, **FIELDS, **fields}
     choice = completion(client, **asked).json()["choices"][0]
@@ -123,8 +128,9 @@ def test_without_a_verifier_it_is_refused(dream: Path):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"cache": "dual"}, "transfer"),
-        ({"block_length": 4}, "transfer"),
+        ({"cache": "head_sparse"}, "transfer"),
+        ({"suffix_window": 4}, "transfer"),
+        ({"cache": "dual", "official_forcing": True}, "transfer"),
         ({"mixture_weight": 1.5}, "mixture_weight"),
         ({"transfer": "schedule"}, "mixture_weight"),
     ],

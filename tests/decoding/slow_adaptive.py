@@ -34,12 +34,18 @@ class Iteration(NamedTuple):
 
 
 def decode(models: Models, sequence: np.ndarray, sampling: SamplingParams) -> list[Iteration]:
-    """Fill the masks of `sequence`; a text that starts at its first mask ends at a stop id."""
+    """Fill the masks of `sequence`; a text that starts at its first mask ends at a stop id.
+
+    Blocks are cut from its first mask on, and a window ends with its block.
+    """
     x = sequence.copy()
     start = int(np.flatnonzero(x == models.mask)[0])
+    length = sampling.block_length or len(x)
     done: list[Iteration] = []
     while models.mask in x:
-        window = [at for at, token in enumerate(x) if token == models.mask][
+        masks = [at for at, token in enumerate(x) if token == models.mask]
+        block = (masks[0] - start) // length
+        window = [at for at in masks if (at - start) // length == block][
             : sampling.effective("max_lookahead")
         ]
         d = models.diffusion(x).astype(np.float64)

@@ -65,6 +65,7 @@ CASES = {
     "drawn, cool": adaptive(temperature=0.3, mixture_weight=0.6, seed=2**40),
     "drawn, verifier only": adaptive(temperature=1.5, mixture_weight=0.0, seed=7),
     "one at a time": adaptive(max_lookahead=1, temperature=1.0),
+    "in blocks": adaptive(block_length=10, mixture_weight=0.8),
 }
 
 
@@ -315,8 +316,8 @@ class TestRefusals:
         "options",
         [
             {"cfg_scale": 1.0},
-            {"cache": "dual"},
-            {"block_length": 5},
+            {"suffix_window": 5},
+            {"official_forcing": True, "cache": "dual"},
             {"remasking": "random"},
             {"confidence_eos_eot_inf": "fixed"},
             {"prompt_masks": "official"},

@@ -153,7 +153,8 @@ def test_a_parameter_without_effect_is_refused(
     ("before", "named"),
     [
         ({"alg": "origin", "eps": 1e-2, "top_k": 50}, {"transfer": "adaptive"}),
-        ({"block_length": 32, "cache": "dual", "refresh_interval": 4}, {"transfer": "adaptive"}),
+        ({"cache": "head_sparse", "retention": 0.4, "suffix_window": 4}, {"transfer": "adaptive"}),
+        ({"cache": "dual", "official_forcing": True}, {"transfer": "adaptive", "cache": "dual"}),
         ({"temperature": 0.5, "top_p": 0.9}, {"transfer": "adaptive", "temperature": 0.5}),
         ({"alg": "entropy", "alg_temp": 0.1}, {"transfer": "factor"}),
         ({"transfer": "threshold", "threshold": 0.8}, {"alg": "entropy"}),
@@ -167,8 +168,15 @@ def test_a_new_rule_takes_the_place_of_what_it_excludes(before: dict[str, Any], 
 def test_what_is_named_together_still_excludes():
     with pytest.raises(RequestError, match="alg 'origin' brings its own order"):
         SamplingParams().changed(alg="origin", transfer="adaptive")
-    with pytest.raises(RequestError, match="transfer 'adaptive' evaluates whole sequences"):
-        SamplingParams(transfer="adaptive").changed(cache="dual")
+    with pytest.raises(RequestError, match="'sparse' keeps the best only: choose another cache"):
+        SamplingParams(transfer="adaptive").changed(cache="sparse")
+
+
+def test_a_cache_and_blocks_stay_where_a_verifier_decides():
+    before = {"block_length": 32, "cache": "dual", "refresh_interval": 4}
+    assert SamplingParams(**before).changed(transfer="adaptive") == SamplingParams(
+        **before, transfer="adaptive"
+    )
 
 
 BARE = {"transfer": "schedule", "cache": "none", "temperature": 0.0, "alg": None}

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from jdllm.serving.demands import Demand, Held, Kind, Life, Limits
 from jdllm.serving.scheduler import Scheduler
 
-FULL, REFRESH, REUSE, ADAPTIVE, STAGE, PREFILL, DECODE, LAYERED, LAYERS, STORE, SPECULATE, VERIFY = Kind
+FULL, REFRESH, REUSE, ADAPTIVE, STAGE, PREFILL, DECODE, LAYERED, LAYERS, STORE, SPECULATE, VERIFY, *_ = Kind
 LIMITS = Limits(
     max_num_batched_tokens=100,
     max_num_seqs=8,

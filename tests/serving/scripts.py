@@ -49,6 +49,14 @@ def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
     return Script(Life(rows, pages), tuple(step for n in reuses for step in (refresh, *(reuse,) * n)))
 
 
+def verified(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
+    """A block is a refresh and some reuses, of which a verifier holds whole sequences."""
+    pages, window = -(-rows // PAGE_ROWS), min(window, rows)
+    refresh = Demand(Kind.ADAPTIVE_REFRESH, rows, min(head_rows, rows), 0)
+    reuse = Demand(Kind.ADAPTIVE_REUSE, window, min(head_rows, window), pages, verified=rows)
+    return Script(Life(rows, pages), tuple(step for n in reuses for step in (refresh, *(reuse,) * n)))
+
+
 def cut(rows: int, head_rows: int, window: int, parts: int, reuses: list[int]) -> Script:
     """A block is a refresh in some parts, and some reuses."""
     pages, window = -(-rows // PAGE_ROWS), min(window, rows)
@@ -102,6 +110,7 @@ ROWS = st.integers(1, 16) | st.integers(1, 60)
 SCRIPTS = st.one_of(
     st.builds(uncached, st.sampled_from([Kind.FULL, Kind.ADAPTIVE]), ROWS, ROWS, st.integers(1, 12)),
     st.builds(cached, ROWS, ROWS, st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=4)),
+    st.builds(verified, ROWS, ROWS, st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=4)),
     st.builds(
         cut,
         ROWS,

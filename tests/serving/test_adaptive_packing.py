@@ -28,7 +28,8 @@ def test_windows_are_packed_for_both_models():
     assert batch.head.row[:4].tolist() == [4, 5, 10, 12]
     assert batch.head.segment[:5].tolist() == [0, 0, 1, 1, 8]
     # The row before the last draft is the last that the verifier evaluates.
-    assert batch.verified_row[:5].tolist() == [3, 4, 9, 10, 11]
+    assert batch.verified_tokens[:5].tolist() == [3, MASK, 1, MASK, 2]
+    assert batch.drafted_by[:6].tolist() == [-1, 0, -1, 2, -1, -1]
     assert batch.verified_from[:4].tolist() == [0, 1, 2, 4]
     positions, place, (keys, start, end) = batch.verified
     assert positions[:5].tolist() == [3, 4, 0, 1, 2]
@@ -49,7 +50,8 @@ def test_a_window_that_begins_its_sequence_is_predicted_by_its_first_row():
     requests = [infill_request(0, np.array([MASK, 5, MASK]), SAMPLING, LLADA)]
     pool = PageBook.empty(2, PAGE_ROWS).allocate(0, 3)
     batch = pack_adaptive(requests, [range(2)], LLADA, CAUSAL, pool, entry_of(requests)).batch
-    assert batch.verified_row[:2].tolist() == [0, 1]
+    assert batch.verified_tokens[:2].tolist() == [MASK, 5]
+    assert batch.drafted_by[:3].tolist() == [0, -1, -1]
     assert batch.verified_from[:2].tolist() == [0, 1]
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import ClassVar
 
@@ -94,7 +94,8 @@ class Arrivals(RuleBasedStateMachine):
         rows += self.held.rows if self.held else 0
         return last.kind is Kind.LAYERS or rows <= self.limits.max_num_batched_tokens
 
-    def one_part(self, demands: Iterable[Demand]) -> bool:
+    def one_part(self, demands: Sequence[Demand]) -> bool:
+        whole = {Kind.FULL, Kind.ADAPTIVE, Kind.ADAPTIVE_REFRESH}
         kinds, rows, head_rows, entries, *_ = zip(*demands, strict=True)
         whole_rows = self.limits.whole_rows if len(self.ledger) == 1 else self.limits.company_rows
         return (
@@ -102,8 +103,12 @@ class Arrivals(RuleBasedStateMachine):
             and len(kinds) <= self.limits.max_num_seqs
             and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
-            and (Kind.REUSE not in kinds or sum(rows) <= self.limits.reuse_rows)
-            and (not {Kind.FULL, Kind.ADAPTIVE}.intersection(kinds) or sum(rows) <= whole_rows)
+            and (
+                not {Kind.REUSE, Kind.ADAPTIVE_REUSE}.intersection(kinds)
+                or sum(rows) <= self.limits.reuse_rows
+            )
+            and (not whole.intersection(kinds) or sum(rows) <= whole_rows)
+            and sum(demand.verified for demand in demands) <= self.limits.max_num_batched_tokens
         )
 
     def forget(self, request: int) -> None:
@@ -251,7 +256,7 @@ class Arrivals(RuleBasedStateMachine):
             assert {ready[request].kind for request in part.ids} == {part.kind}
             assert list(part.ids) == sorted(part.ids, key=self.arrived.__getitem__)
             assert len(part.ids) <= self.limits.max_num_seqs
-            assert len(part.ids) == 1 or self.one_part(ready[request] for request in part.ids)
+            assert len(part.ids) == 1 or self.one_part([ready[request] for request in part.ids])
             self.check_steps(part, [ready[request] for request in part.ids])
 
     def check_steps(self, part: Part, demands: list[Demand]) -> None:

@@ -241,7 +241,10 @@ class TestRows:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"transfer": "adaptive"}, "transfer 'adaptive' has no blocks: leave suffix_window at None"),
+        (
+            {"transfer": "adaptive"},
+            "transfer 'adaptive' evaluates all masks behind a block: leave suffix_window at None",
+        ),
         ({"prefilling": "dream"}, "prefilling has no steps of whole sequences: leave suffix_window at None"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array
 
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.llm import LLM
 from jdllm.models.weights import abstract_params
@@ -141,25 +141,29 @@ def test_prompts_are_read_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch):
     sampling = SamplingParams(gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=5)
     prompts = [np.arange(n).tolist() for n in (150, 31, 2)]
     expected = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
-    monkeypatch.setattr("jdllm.serving.adaptive.runner.READ_ROWS", (rows,))
+    monkeypatch.setattr("jdllm.serving.adaptive.verifying.READ_ROWS", (rows,))
     found = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
+@pytest.mark.parametrize("cache", ["none", "dual"])
 @pytest.mark.slow
-def test_stored_keys_that_a_failure_took_are_stored_again(monkeypatch: pytest.MonkeyPatch):
+def test_stored_keys_that_a_failure_took_are_stored_again(cache: Cache, monkeypatch: pytest.MonkeyPatch):
     llm = LLM(tiny(DREAM), verifier=tiny(CAUSAL))
     engine, keys = llm.engine, keys_of(llm)
-    sampling = SamplingParams(gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=2)
+    sampling = SamplingParams(
+        gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=2, cache=cache
+    )
     expected = llm.generate(prompt_token_ids=[[1, 2, 3]], sampling=sampling)[0].token_ids
     updates: list[Any] = []
     kept = engine.add(generation_spec([1, 2, 3], sampling, llm.config), deliver=updates.append)
-    for _ in range(2):
+    for _ in range(4):
         engine.step()
 
     def failing(requests: list[Request], max_steps: int) -> Launch:
         def run() -> Array:
-            jax.tree.leaves(keys.pool.device())[0].delete()
+            for pool in (keys.pool, engine.pool):
+                jax.tree.leaves(pool.device())[0].delete()
             raise RuntimeError("the device failed")
 
         return Launch(run, [request.candidates() for request in requests], [None] * len(requests))

@@ -14,7 +14,7 @@ from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
 from jdllm.planning.ladder import Entry
-from jdllm.serving.packing import head_rows, lay_out
+from jdllm.serving.packing import LaidOut, lay_out_whole
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
 
@@ -48,29 +48,62 @@ def pack_adaptive(
     - `pool`: of the verifier.
     - `entry`: has as many head rows as the windows have rows, or more.
     """
-    candidates = [r.candidates() for r in requests]
-    tokens, rows, starts = lay_out([r.tokens for r in requests], config, entry.rows)
-    row = np.concatenate([start + window for start, window in zip(starts, candidates, strict=True)])
-    segment = np.repeat(np.arange(len(requests)), [len(window) for window in candidates])
+    laid_out = lay_out_whole(requests, config, entry)
+    pages = entry.rows // PAGE_ROWS + entry.segments
+    return with_verified(laid_out, requests, windows, verifier_config, pool, entry, pages)
+
+
+def with_verified(
+    laid_out: LaidOut,
+    requests: Sequence[Request],
+    windows: Sequence[range],
+    config: ModelConfig,
+    pool: PageBook,
+    entry: Entry,
+    pages: int,
+) -> PackedAdaptive:
+    """What the diffusion model evaluates of some requests, with what the verifier evaluates of them.
+
+    Arguments:
+    - `laid_out`: the rows of the diffusion model.
+    - `windows`: what the verifier evaluates of each request, a `Spans` of the verifier's keys.
+    - `config`, `pool`: of the verifier.
+    - `entry`: has as many head rows as the windows have rows, or more.
+    - `pages`: that the requests may have in the pool, padding included.
+    """
+    tokens, rows, head, candidates = laid_out
     first = np.cumsum([0, *map(len, windows)])
     parts = [VerifiedRows(*part) for part in zip(requests, windows, strict=True)]
-    verified_row = [start + np.arange(w.start, w.stop) for start, w in zip(starts, windows, strict=True)]
+    known = [request.tokens[w.start : w.stop] for request, w in zip(requests, windows, strict=True)]
     verified_from = [
         at + np.maximum(masked - 1, 0) - window.start
         for at, masked, window in zip(first[:-1], candidates, windows, strict=True)
     ]
+    size = entry.head_rows
     batch = AdaptiveBatch(
         tokens,
         rows,
-        pack_verified(
-            parts, verifier_config, pool, entry.head_rows, entry.rows // PAGE_ROWS + entry.segments
-        ),
-        padded(np.concatenate(verified_row).astype(np.int32), entry.head_rows),
-        padded(np.concatenate(verified_from).astype(np.int32), entry.head_rows),
-        head_rows(row, row, segment, entry),
+        pack_verified(parts, config, pool, size, pages),
+        padded(np.concatenate(known).astype(np.int32), size),
+        padded(_drafted_by(candidates, windows), size, -1),
+        padded(np.concatenate(verified_from).astype(np.int32), size),
+        head,
         _segments(requests, entry.segments),
     )
     return PackedAdaptive(batch, candidates)
+
+
+def _drafted_by(candidates: Sequence[np.ndarray], windows: Sequence[range]) -> np.ndarray:
+    """`AdaptiveBatch.drafted_by` of windows that follow one another."""
+    drafted = []
+    for first, masked, window in zip(
+        np.cumsum([0, *map(len, candidates)]), candidates, windows, strict=False
+    ):
+        by = np.full(len(window), -1, np.int32)
+        inside = masked[masked < window.stop]  # all but the last, which predicts nothing
+        by[inside - window.start] = first + np.arange(len(inside))
+        drafted.append(by)
+    return np.concatenate(drafted)
 
 
 def pack_verified(
@@ -112,6 +145,6 @@ def parts_of(requests: Sequence[Request], unread: Sequence[range], most: int) ->
 
 def _segments(requests: Sequence[Request], size: int) -> AdaptiveSegments:
     """One row per request, padded with segments that ask for nothing."""
-    rows = [{**r.segment, "step": np.int32(r.steps)} for r in requests]
+    rows = [{**r.spec.segment, "step": np.int32(r.steps)} for r in requests]
     columns = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
     return AdaptiveSegments(**{name: padded(x, size) for name, x in columns.items()})

@@ -16,7 +16,7 @@ from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.ladder import Entry
 from jdllm.serving.editing import packed_editing
 from jdllm.serving.launch import Stored
-from jdllm.serving.packing import Packed, head_rows, pack, segment_params
+from jdllm.serving.packing import LaidOut, Packed, head_rows, pack, segment_params
 from jdllm.serving.pool.page_book import Live, PageBook
 from jdllm.serving.request import Request
 from jdllm.serving.rule_states import packed_states
@@ -55,6 +55,24 @@ def pack_refresh(
 ) -> RefreshBatch:
     """Lay out what refreshes evaluate, and say which rows each layer may store."""
     packed = pack(requests, config, entry)
+    return RefreshBatch(packed, *storing_of(requests, packed.batch.rows, pool, entry))
+
+
+class StoringOf(NamedTuple):
+    """What refreshes store: the last three of `RefreshBatch`."""
+
+    selection: Selection
+    table: PageTable
+    stored: list[Stored | None]
+
+
+def storing_of(requests: Sequence[Request], packed: Rows, pool: PageBook, entry: Entry) -> StoringOf:
+    """Which rows each layer may store of requests that are packed one after another.
+
+    Arguments:
+    - `packed`: their rows, of this batch alone. The candidates of a request that refreshes once see each
+      other only, which is written into them.
+    """
     rows, segments = entry.rows, entry.segments
     stored: list[Stored | None] = [None] * len(requests)
     evaluated = [r.evaluated for r in requests]
@@ -63,7 +81,7 @@ def pack_refresh(
     columns = {name: np.zeros(segments, np.int32) for name in names}
     columns["width"][:] = 1
     candidate_rows, candidate_segments = [], []
-    k_end = np.asarray(packed.batch.rows.k_end)  # of this batch alone, hence written in place
+    k_end = np.asarray(packed.k_end)
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         first, stop = request.block.start, request.block.stop
         columns["block_first"][index], columns["block_rows"][index] = start + first, stop - first
@@ -94,7 +112,7 @@ def pack_refresh(
     reads = [(r.id, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)]
     # As many as these rows can fill: entries that nobody owns are written nowhere, but still gathered.
     table = _table(pool, reads, segments, rows // pool.page_rows + segments)
-    return RefreshBatch(packed, selection, table, stored)
+    return StoringOf(selection, table, stored)
 
 
 def storable_of(request: Request, policy: CachePolicy) -> np.ndarray:
@@ -132,11 +150,24 @@ def pack_reuse(
     - `entries`: of the page table.
     - `tile_rows`: of the ladder.
     """
-    tiles_of = [-(-len(r.forwarded) // tile_rows) for r in requests]
-    starts = np.cumsum([0, *tiles_of]) * tile_rows
+    starts, table = tiles_of(requests, pool, entry, entries, tile_rows)
+    packed, source = pack_forwarded(requests, config, entry, starts)
+    return ReuseBatch(packed, table, source)
+
+
+def tiles_of(
+    requests: Sequence[Request], pool: PageBook, entry: Entry, entries: int, tile_rows: int
+) -> tuple[np.ndarray, PageTable]:
+    """The first packed row of each request that forwards whole tiles, and what each tile reads.
+
+    Arguments:
+    - `entries`: of the page table.
+    - `tile_rows`: of the ladder.
+    """
+    counts = [-(-len(r.forwarded) // tile_rows) for r in requests]
+    starts = np.cumsum([0, *counts]) * tile_rows
     tiles = entry.rows // tile_rows
-    packed, source = pack_forwarded(requests, config, entry, starts[:-1])
-    owner = np.repeat(np.arange(len(requests)), tiles_of)
+    owner = np.repeat(np.arange(len(requests)), counts)
     forwarded = np.array([len(r.forwarded) for r in requests])
     first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
     reads = [(r.id, r.stored) for r in (requests[i] for i in owner.tolist())]
@@ -144,8 +175,7 @@ def pack_reuse(
     table = _table(pool, reads, tiles, sum(_pages(rows, pool.page_rows) for _, rows in reads))
     table = with_fresh_rows(table, first_row, seen, pool.page_rows)
     pages, valid = (padded(np.asarray(x), entries) for x in (table.pages, table.valid))
-    table = PageTable(pages, valid, table.first)
-    return ReuseBatch(packed, table, source)
+    return starts[:-1], PageTable(pages, valid, table.first)
 
 
 def pack_forwarded(
@@ -158,8 +188,24 @@ def pack_forwarded(
 
     Returns the batch, and int32 `[rows]`, where rows take tokens that the host has not seen, as in `Unseen`.
     """
-    tokens, positions, unused = (np.zeros(entry.rows, np.int32) for _ in range(3))
+    tokens, rows, head, candidates = lay_out_forwarded(requests, entry, starts)
     source = np.full(entry.rows, -1, np.int32)
+    for request, start in zip(requests, starts, strict=True):
+        if request.awaited is not None:
+            at, first = request.awaited
+            source[start + np.searchsorted(request.forwarded, at)] = first + np.arange(len(at))
+    segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
+    stops = np.cumsum([len(masked) for masked in candidates])
+    own = np.split(np.asarray(head.row)[: stops[-1]], stops[:-1])
+    editing = packed_editing(requests, own, config, entry)
+    return Packed(Batch(tokens, rows, head, segments, states, editing), candidates), source
+
+
+def lay_out_forwarded(
+    requests: Sequence[Request], entry: Entry, starts: Sequence[int] | np.ndarray
+) -> LaidOut:
+    """What `pack_forwarded` lays out, without the parameters of the requests."""
+    tokens, positions, unused = (np.zeros(entry.rows, np.int32) for _ in range(3))
     parts, candidates = [], [request.candidates() for request in requests]
     for index, (request, start) in enumerate(zip(requests, starts, strict=True)):
         stop = start + len(request.forwarded)
@@ -167,15 +213,9 @@ def pack_forwarded(
         positions[start:stop] = request.positions(request.forwarded)
         row = start + np.searchsorted(request.forwarded, candidates[index])
         parts.append((row, np.full_like(row, index)))
-        if request.awaited is not None:
-            at, first = request.awaited
-            source[start + np.searchsorted(request.forwarded, at)] = first + np.arange(len(at))
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, row, segment, entry)
-    segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
-    editing = packed_editing(requests, [rows for rows, _ in parts], config, entry)
-    batch = Batch(tokens, Rows(positions, unused, unused), head, segments, states, editing)
-    return Packed(batch, candidates), source
+    return LaidOut(tokens, Rows(positions, unused, unused), head, candidates)
 
 
 def _pages(live: Live, page_rows: int) -> int:

@@ -35,6 +35,7 @@ from jdllm.serving.left_tokens import LeftTokens
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import controlled, demand, smallest_request
 from jdllm.serving.part_runner import Need, Packed, PartRunner
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
@@ -111,7 +112,7 @@ class CachedRunner:
             (self._ladder.ranked, LEVELS[1], 1),
         ):
             for entry in entries:
-                needed = self._usual_entries(entry)
+                needed = self._table_entries(entry)
                 batch = pack_reuse([request], self._config, pages, entry, needed, self._ladder.tile_rows)
                 yield self._reuse_program(batch, entry, level, steps)
 
@@ -166,11 +167,8 @@ class CachedRunner:
         sizes = self._single_steps if once else self._steps[level, controlled(requests)]
 
         def packed(entry: Entry) -> Packed[ReuseBatch]:
-            usual = self._usual_entries(entry)
-            entries = usual if needed <= usual else power_bucket(needed, usual)
-            batch = pack_reuse(
-                requests, self._config, self._pool.book, entry, entries, self._ladder.tile_rows
-            )
+            entries, tile_rows = self._table_entries(entry, needed), self._ladder.tile_rows
+            batch = pack_reuse(requests, self._config, self._pool.book, entry, entries, tile_rows)
             steps = None if once else min(max_steps, entry.steps)
             return Packed(batch, self._reuse_program(batch, entry, level, steps))
 
@@ -242,9 +240,14 @@ class CachedRunner:
         is room where twice the rows fit."""
         return 2 * entry.rows <= self._account.rows
 
-    def _usual_entries(self, entry: Entry) -> int:
-        """Entries of the page table of a reuse."""
-        return self._pool.entries(entry.rows // self._ladder.tile_rows)
+    def _table_entries(self, entry: Entry, needed: int = 0) -> int:
+        return table_entries(self._pool, entry.rows // self._ladder.tile_rows, needed)
+
+
+def table_entries(pool: KvPool, tiles: int, needed: int = 0) -> int:
+    """Entries of the page table of a reuse of so many tiles: the usual number, where that is enough."""
+    usual = pool.entries(tiles)
+    return usual if needed <= usual else power_bucket(needed, usual)
 
 
 def step_static(config: ModelConfig, account: Account, entry: Entry, level: Level) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class LayeredCacheRunner:
 
     def takes(self, spec: RequestSpec) -> bool:
         """Whether a request needs more than the pool, and has room layer by layer."""
-        if type(spec) is not RequestSpec or spec.sampling.cache not in CACHES:
+        if type(spec) is not RequestSpec or spec.adaptive or spec.sampling.cache not in CACHES:
             return False
         whole = spec.sampling.suffix_window is None
         return whole and len(spec.tokens) > self._fits and self._plan(len(spec.tokens)) is not None

@@ -9,14 +9,17 @@ from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.cache_policies import Phase
 from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.ladder import denoising_tile_rows, make_ladder
 from jdllm.planning.plan import LONGEST
+from jdllm.serving.adaptive.cached_runner import CachedAdaptiveRunner
 from jdllm.serving.adaptive.runner import AdaptiveRunner
 from jdllm.serving.adaptive.verifier import check_verifiable
 from jdllm.serving.adaptive.verifier_keys import VerifierKeys
+from jdllm.serving.adaptive.verifying import Verifying
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.demands import Demand, Kind, Life
@@ -85,13 +88,20 @@ class Denoising:
         compiled: list[Compiled] = [full, cached]
         if extras.verifier is not None:
             keys = VerifierKeys(extras.verifier, account.rows)
-            adaptive = AdaptiveRunner(model, ladder, full, extras.verifier, keys)
-            launchers[Kind.ADAPTIVE] = adaptive.launch
+            verifying = Verifying(model, extras.verifier, keys)
+            adaptive = AdaptiveRunner(model, ladder, full, verifying)
+            both = CachedAdaptiveRunner(model, ladder, background, verifying)
+            launchers |= {
+                Kind.ADAPTIVE: adaptive.launch,
+                Kind.ADAPTIVE_REFRESH: both.refresh,
+                Kind.ADAPTIVE_REUSE: both.reuse,
+            }
             holders.append(keys)
-            compiled.append(adaptive)
+            compiled += [verifying, adaptive, both]
 
         def check(spec: RequestSpec) -> None:
             check_verifiable(spec, extras.verifier)
+            _check_verified_rows(spec, account.rows)
             full.check(spec)
 
         return EngineParts(
@@ -111,6 +121,15 @@ class Denoising:
             compiled_shared=[layers],
             held=layers.holding,
             set_aside=layers.set_aside,
+        )
+
+
+def _check_verified_rows(spec: RequestSpec, most: int) -> None:
+    """Raise `RequestError` for a cached adaptive request for whose keys the verifier's pool has no room."""
+    if spec.adaptive and spec.cached and spec.rows > most:
+        raise RequestError(
+            f"transfer 'adaptive' with cache {spec.sampling.cache!r} has room for sequences of {most} tokens,"
+            f" and this one has {spec.rows}: leave the cache out, or raise max_num_batched_tokens"
         )
 
 
@@ -150,10 +169,14 @@ class DenoisingCosts:
         if self._layered.takes(request.spec):
             return self._layered.demand(request)
         if request.cached and request.phase is Phase.REUSE:
-            needs, ahead = reuse_demand(request, PAGE_ROWS, self._tile_rows), told_by_table(request)
-            return Demand(Kind.REUSE, *needs, request.reuse_steps, ahead)
+            needs = reuse_demand(request, PAGE_ROWS, self._tile_rows)
+            if request.adaptive:
+                return Demand(Kind.ADAPTIVE_REUSE, *needs, verified=len(request.tokens))
+            return Demand(Kind.REUSE, *needs, request.reuse_steps, told_by_table(request))
         if request.cached:
             needs = demand(request)
+            if request.adaptive:
+                return Demand(Kind.ADAPTIVE_REFRESH, *needs, 0)
             return Demand(Kind.LAYERS if self._layers.takes(request, *needs) else Kind.REFRESH, *needs, 0)
         kind = Kind.ADAPTIVE if request.adaptive else Kind.FULL
         return Demand(kind, *demand(request), 0, request.steps_left)

@@ -1,0 +1,163 @@
+"""Runs iterations of adaptive parallel decoding whose draft comes from cached keys and values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jdllm.compiling.executables import Program
+from jdllm.decoding.adaptive_cached import refresh_adaptive, reuse_adaptive
+from jdllm.decoding.encoded_trace import EncodedTrace, encoding
+from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.planning.ladder import Entry, Ladder, Sizes
+from jdllm.serving.adaptive.packing import PackedAdaptive, pack_adaptive, with_verified
+from jdllm.serving.adaptive.verifying import Verifying
+from jdllm.serving.background import Background
+from jdllm.serving.denoise.cached_packing import (
+    StoringOf,
+    lay_out_forwarded,
+    reuse_demand,
+    storing_of,
+    tiles_of,
+)
+from jdllm.serving.denoise.cached_runner import table_entries
+from jdllm.serving.launch import Launch
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import demand
+from jdllm.serving.part_runner import Need, Packed, PartRunner
+from jdllm.serving.pool.page_book import PageBook
+from jdllm.serving.request import Request
+
+_refresh, _reuse = encoding(refresh_adaptive), encoding(reuse_adaptive)
+
+
+class CachedAdaptiveRunner:
+    """Refreshes and reuses the keys and values of the diffusion model, with a verification in each step.
+
+    Arguments:
+    - `model`: the model on its device, whose pool has the keys and values that drafts are made from.
+    - `ladder`: the sizes of its steps. Refreshes have those of full steps, some of which have as many head
+      rows as rows: a window with holes, as in an infill, has more rows than masks.
+    - `background`: compiles sizes that fit better than those that serve now.
+    - `verifying`: the verifier.
+    """
+
+    def __init__(self, model: OnDevice, ladder: Ladder, background: Background, verifying: Verifying):
+        self._params, self._config, self._executables, self._account, self._pool = model
+        self._ladder = ladder
+        self._parts = PartRunner(model, background)
+        self._verifying, self._keys = verifying, verifying.keys
+        self._refreshes, self._reuses = Sizes(ladder.full), Sizes(ladder.ranked)
+        self._chained = model.on_each_card(chains)
+
+    def refresh(self, requests: list[Request], max_steps: int) -> Launch:
+        """Pack one iteration of whole sequences, of which each policy's rows are stored."""
+        rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
+        asked, verified = self._verifying.hold(requests), self._keys.pool
+
+        def packed(entry: Entry) -> Packed[tuple[PackedAdaptive, StoringOf]]:
+            books = self._pool.book, verified.book
+            batch, storing = self._pack_refresh(requests, asked.windows, entry, *books)
+            return Packed((batch, storing), self._refresh_program(batch, storing, entry))
+
+        need = Need(rows, max(head_rows, asked.rows), len(requests))
+        chosen = self._parts.choose(self._refreshes, packed, need)
+        self._keys.stored(requests, asked.spans)
+
+        def run() -> EncodedTrace:
+            asked.read()
+            *arguments, _, _ = chosen.arguments
+            trace, pools = chosen.executable(*arguments, self._pool.device(), verified.device())
+            self._pool.arrays, verified.arrays = pools
+            return trace
+
+        batch, storing = chosen.batch
+        return Launch(run, batch.candidates, storing.stored, rows=chosen.entry.rows)
+
+    def reuse(self, requests: list[Request], max_steps: int) -> Launch:
+        """Pack one iteration of the rows that each request forwards; `max_steps` does not matter."""
+        rows, head_rows, needed = np.sum(
+            [reuse_demand(r, PAGE_ROWS, self._ladder.tile_rows) for r in requests], axis=0
+        ).tolist()
+        asked, verified = self._verifying.hold(requests), self._keys.pool
+
+        def packed(entry: Entry) -> Packed[PackedAdaptive]:
+            books = self._pool.book, verified.book
+            batch, program = self._pack_reuse(requests, asked.windows, entry, needed, *books)
+            return Packed(batch, program)
+
+        need = Need(rows, max(head_rows, asked.rows), len(requests))
+        chosen = self._parts.choose(self._reuses, packed, need)
+        self._keys.stored(requests, asked.spans)
+
+        def run() -> EncodedTrace:
+            asked.read()
+            *arguments, _, _ = chosen.arguments
+            return verified.run(chosen.executable, *arguments, self._pool.device(), writes=True)
+
+        nothing = [None] * len(requests)
+        return Launch(run, chosen.batch.candidates, nothing, rows=chosen.entry.rows)
+
+    def programs(self) -> Iterator[Program]:
+        """What the ladder needs compiled; nothing where requests cannot be cached."""
+        if not self._account.max_refresh:
+            return
+        request, verified = self._verifying.smallest(cache="dual")
+        book, windows = self._pool.book.allocate(request.id, len(request.tokens)), [range(1)]
+        for entry in self._ladder.full:
+            packed = self._pack_refresh([request], windows, entry, book, verified)
+            yield self._refresh_program(*packed, entry)
+        for entry in self._ladder.ranked:
+            yield self._pack_reuse([request], windows, entry, 0, book, verified)[1]
+
+    def warm(self) -> None:
+        """Compile every entry of the ladder."""
+        programs = list(self.programs())
+        self._executables.prepare(programs)
+        if programs:
+            self._refreshes.compiled.update(self._ladder.full)
+            self._reuses.compiled.update(self._ladder.ranked)
+
+    def _pack_refresh(
+        self, requests: list[Request], windows: list[range], entry: Entry, book: PageBook, verified: PageBook
+    ) -> tuple[PackedAdaptive, StoringOf]:
+        models = self._config, self._verifying.config
+        packed = pack_adaptive(requests, windows, *models, verified, entry)
+        return packed, storing_of(requests, packed.batch.rows, book, entry)
+
+    def _refresh_program(self, packed: PackedAdaptive, storing: StoringOf, entry: Entry) -> Program:
+        pools = self._pool.abstract, self._keys.pool.abstract
+        models = self._params, self._verifying.params
+        args = *models, packed.batch, storing.selection, storing.table, *pools
+        name = f"adaptive refresh of {entry.rows} rows"
+        return Program(_refresh, args, self._static(entry), donate=("stored", "pool"), name=name)
+
+    def _pack_reuse(
+        self,
+        requests: list[Request],
+        windows: list[range],
+        entry: Entry,
+        needed: int,
+        book: PageBook,
+        verified: PageBook,
+    ) -> tuple[PackedAdaptive, Program]:
+        tile_rows = self._ladder.tile_rows
+        entries = table_entries(self._pool, entry.rows // tile_rows, needed)
+        starts, table = tiles_of(requests, book, entry, entries, tile_rows)
+        laid_out, pool = lay_out_forwarded(requests, entry, starts), self._keys.pool
+        packed = with_verified(
+            laid_out, requests, windows, self._verifying.config, verified, entry, pool.pages
+        )
+        models = self._params, self._verifying.params
+        args = *models, packed.batch, table, self._pool.abstract, pool.abstract
+        name, chained = f"adaptive reuse of {entry.rows} rows", self._chained(entry.rows)
+        static = self._static(entry)
+        return packed, Program(_reuse, args, static, donate=("pool",), chained=chained, name=name)
+
+    def _static(self, entry: Entry) -> dict[str, Any]:
+        return {
+            "config": self._config,
+            "verifier_config": self._verifying.config,
+            "logits_chunks": -(-entry.head_rows // self._account.max_num_logits),
+        }
