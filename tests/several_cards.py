@@ -48,6 +48,7 @@ LONG = {
 
 VERIFIED: dict[str, dict[str, Any]] = {
     "adaptive": {"transfer": "adaptive", "max_lookahead": 6, "steps": None},
+    "adaptive dual": {"transfer": "adaptive", "max_lookahead": 6, "steps": None, "cache": "dual"},
     "adaptive and drawn": {"transfer": "adaptive", "temperature": 1.0, "mixture_weight": 0.7, "steps": None},
 }
 """With a verifier only."""

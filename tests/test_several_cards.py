@@ -37,7 +37,7 @@ def on_cards(family: str, cases: str, *counts: int) -> list[dict[str, Any]]:
         ("llada", CASES, (1, 2)),
         slow("llada", "all", (1, 4)),
         slow("dream", "all", (1, 2, 4)),
-        slow("dream+qwen2", "adaptive,adaptive and drawn", (1, 2, 4)),
+        slow("dream+qwen2", "adaptive,adaptive dual,adaptive and drawn", (1, 2, 4)),
         slow("llada_moe", CASES, (1, 4)),
         slow("llama", "all", (1, 2, 4)),
         slow("sdar", "all", (1, 4)),

@@ -25,7 +25,7 @@ def refresh_adaptive(
     config: ModelConfig,
     verifier_config: ModelConfig,
     logits_chunks: int,
-) -> tuple[Trace, tuple[KvArrays, KvArrays]]:
+) -> tuple[tuple[Trace, KvArrays], KvArrays]:
     """One iteration of whole sequences, whose keys and values are stored for the iterations to come.
 
     Arguments:
@@ -38,8 +38,9 @@ def refresh_adaptive(
     - `config`, `verifier_config`: static.
     - `logits_chunks`: into how many chunks the head rows are cut, of one of which logits exist; static.
 
-    Returns a trace of one step as `denoise_adaptive` does, and both pools. Exact where every row sees its
-    whole sequence: the step evaluates everything.
+    Returns a trace of one step as `denoise_adaptive` does, with the verifier's pool, and last what is stored
+    of the diffusion model, which several cards share out. Exact where every row sees its whole sequence: the
+    step evaluates everything.
     """
     wanted = Wanted(sources_of(config, batch), real_rows(batch))
     hidden, stored = forward_refresh(
@@ -55,8 +56,7 @@ def refresh_adaptive(
         wanted=wanted,
     )
     models, every = Models(params, verifier, config, verifier_config), jnp.arange(len(wanted.rows))
-    trace, pool = verify_draft(models, batch, hidden, every, pool, chunks=logits_chunks)
-    return trace, (stored, pool)
+    return verify_draft(models, batch, hidden, every, pool, chunks=logits_chunks), stored
 
 
 def reuse_adaptive(

@@ -13,11 +13,13 @@ from jdllm.pallas.device import HOPPER
 from jdllm.planning.account import Account
 from jdllm.planning.aot import compile_for
 from jdllm.planning.budget import Budget
-from jdllm.planning.ladder import make_ladder
+from jdllm.planning.ladder import denoising_tile_rows, make_ladder
 from jdllm.planning.offloading import account_with_offloading
+from jdllm.serving.adaptive.cached_runner import CachedAdaptiveRunner
 from jdllm.serving.adaptive.runner import AdaptiveRunner
 from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.adaptive.verifier_keys import VerifierKeys, verifier_bytes, verifier_pages
+from jdllm.serving.adaptive.verifying import Verifying
 from jdllm.serving.background import Background
 from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.on_device import OnDevice
@@ -30,6 +32,7 @@ CAUSAL = dataclasses.replace(CONFIG, family="qwen2", attention="causal", logits_
 VERIFIER = Verifier(abstract_params(CAUSAL, "bfloat16"), CAUSAL)
 ROWS = 8192
 LARGE = "adaptive step of 8192 rows"
+REFRESH, REUSE = "adaptive refresh of 8192 rows", "adaptive reuse of 2560 rows"
 
 
 def account_in(gib: int) -> Account:
@@ -47,14 +50,30 @@ def account_in(gib: int) -> Account:
 def programs(account: Account) -> list[Program]:
     """All that a warm-up compiles for the verifier."""
     config = dataclasses.replace(CONFIG, offloaded=account.offloaded)
-    ladder, pool = make_ladder(account.rows), KvPool(config, "bfloat16", account.pages)
+    ladder = make_ladder(account.rows, tile_rows=denoising_tile_rows(shifted=True))
+    pool = KvPool(config, "bfloat16", account.pages)
     model = OnDevice(abstract_params(config, "bfloat16"), config, Executables("cuda"), account, pool)
-    full = FullRunner(model, ladder, Background())
-    return list(AdaptiveRunner(model, ladder, full, VERIFIER, VerifierKeys(VERIFIER, ROWS)).programs())
+    background = Background()
+    full = FullRunner(model, ladder, background)
+    verifying = Verifying(model, VERIFIER, VerifierKeys(VERIFIER, ROWS))
+    both = CachedAdaptiveRunner(model, ladder, background, verifying)
+    kinds = verifying, AdaptiveRunner(model, ladder, full, verifying), both
+    return [program for kind in kinds for program in kind.programs()]
 
 
-@pytest.mark.parametrize(("gib", "name"), [(40, LARGE), (40, "verifier's reading of 1024 rows"), (24, LARGE)])
-def test_the_largest_fit_beside_the_pool_and_write_the_verifiers_in_place(gib: int, name: str):
+@pytest.mark.parametrize(
+    ("gib", "name"),
+    [
+        (40, LARGE),
+        (40, "verifier's reading of 1024 rows"),
+        (24, LARGE),
+        (40, REFRESH),
+        (24, REFRESH),
+        (40, REUSE),
+        (40, "adaptive reuse of 40 rows"),
+    ],
+)
+def test_the_largest_fit_beside_the_pool_and_write_pools_in_place(gib: int, name: str):
     account = account_in(gib)
     assert account.rows == ROWS
     assert (account.offloaded > 0) == (gib == 24)
@@ -70,4 +89,5 @@ def test_the_largest_fit_beside_the_pool_and_write_the_verifiers_in_place(gib: i
         assert memory is not None
         assert memory.temp_size_in_bytes - account.arriving < room.device
         pool = pool_bytes(CAUSAL, "bfloat16", verifier_pages(ROWS), PAGE_ROWS)
-        assert memory.alias_size_in_bytes >= pool
+        drafts = pool_bytes(CONFIG, "bfloat16", account.pages, PAGE_ROWS) if name == REFRESH else 0
+        assert memory.alias_size_in_bytes >= pool + drafts

@@ -131,10 +131,10 @@ def test_what_was_compiled_before_is_compiled_by_nobody_again(
     monkeypatch.delenv(COMPILATION_CACHE, raising=False)  # what JAX's own cache has is not kept again
     kept = tmp_path / "kept"
     options = ["--dtype", "float32", "--max-num-batched-tokens", "32", "--cache-dir", str(kept)]
-    sampling = SHORT
+    samplings = [SHORT]
     if verifier is not None:
         options += ["--verifier", verifier]
-        sampling = [*SHORT, "--transfer", "adaptive"]
+        samplings = [[*SHORT, "--transfer", "adaptive", "--cache", cache] for cache in ("none", "dual")]
     first = json.loads(process("warmup", str(LLADA), *options, "--json").stdout)
     files = {path.name for path in kept.iterdir()}
     assert first["compiled"] == len(files) > 3
@@ -154,6 +154,7 @@ def test_what_was_compiled_before_is_compiled_by_nobody_again(
     ]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert json.loads(found.stdout) == [0, len(files)]
-    answer = process("generate", "--model", str(LLADA), *IDS, *sampling, *options, "--json")
-    assert len(json.loads(answer.stdout)["outputs"][0]["token_ids"]) == 8
+    for sampling in samplings:
+        answer = process("generate", "--model", str(LLADA), *IDS, *sampling, *options, "--json")
+        assert len(json.loads(answer.stdout)["outputs"][0]["token_ids"]) == 8
     assert {path.name for path in kept.iterdir()} == files

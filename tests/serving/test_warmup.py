@@ -152,10 +152,14 @@ def test_keys_are_scored_only_where_some_are_stored(
 
 
 def drawn_adaptive(rng: np.random.Generator, number: int) -> Request:
-    """A generation, or an infill whose masks lie anywhere."""
+    """A generation, or an infill whose masks lie anywhere, with a cache or without."""
+    caches: tuple[Cache, ...] = ("none", "prefix", "dual", "selective", "prompt")
+    block = int(rng.integers(1, 20))
     sampling = SamplingParams(
-        gen_length=int(rng.integers(1, 40)),
+        gen_length=block * int(rng.integers(1, 3)),
+        block_length=block,
         transfer="adaptive",
+        cache=caches[rng.integers(len(caches))],
         max_lookahead=int(rng.integers(1, 40)),
         temperature=float(rng.choice([0.0, 1.0])),
         logprobs=int(rng.choice([0, 3])),
@@ -177,12 +181,15 @@ def test_adaptive_requests_compile_nothing():
     engine = engine_of(tiny(DREAM).params(), DREAM, executables, 256, verifier=verifier)
     engine.warm()
     compiled = len(executables)
-    assert compiled == len(engine.programs()) <= 48
+    assert compiled == len(engine.programs()) <= 56
     rng = np.random.default_rng(0)
-    for count in (1, 1, 1, 4, 20, 20):
+    for count in (1, 1, 1, 4, 20, 20, 20):
         adaptive = [drawn_adaptive(rng, i) for i in range(count)]
         others = [generation_request(0, *drawn(rng, 120), DREAM) for _ in range(count // 4)]
         finish(engine, [*adaptive, *others])
-    short = SamplingParams(gen_length=2, transfer="adaptive")
-    finish(engine, [generation_request(i, np.array([5]), short, DREAM) for i in range(64)])
+    for cache in ("none", "dual"):
+        short = SamplingParams(gen_length=2, transfer="adaptive", cache=cache)
+        finish(engine, [generation_request(i, np.array([5]), short, DREAM) for i in range(64)])
+        long = SamplingParams(gen_length=200, transfer="adaptive", cache=cache, max_lookahead=200)
+        finish(engine, [generation_request(0, np.array([5]), long, DREAM)])
     assert len(executables) == compiled

@@ -68,8 +68,8 @@ class CachedAdaptiveRunner:
         def run() -> EncodedTrace:
             asked.read()
             *arguments, _, _ = chosen.arguments
-            trace, pools = chosen.executable(*arguments, self._pool.device(), verified.device())
-            self._pool.arrays, verified.arrays = pools
+            pools = self._pool.device(), verified.device()
+            (trace, verified.arrays), self._pool.arrays = chosen.executable(*arguments, *pools)
             return trace
 
         batch, storing = chosen.batch
