@@ -155,9 +155,10 @@ class SamplingParams:
     Adaptive parallel decoding (`transfer` "adaptive"; `LLM` needs a `verifier`)
     - A step drafts the next masked positions. It accepts them up to the first position where the mixture of
       both models' logits would have chosen another token, and always accepts one. Draft and mixture share
-      their Gumbel noise, which the published code forgets with a temperature (quirk Q17). Both models
-      evaluate whole sequences; ids beyond the smaller vocabulary are never chosen. With `early_stop` the
-      request ends with the step that accepts an end id in the generated part.
+      their Gumbel noise, which the published code forgets with a temperature (quirk Q17). A draft ends with
+      its block. Without a cache both models see whole sequences. Caches that keep the best rows only are
+      refused. Ids beyond the smaller vocabulary are never chosen. With `early_stop` the request ends with the
+      step that accepts an end id in the generated part.
 
     Dream's published sampler (`transfer` and `remasking` stay at their defaults; blocks need a cache).
     `official` makes the published call, whose `top_k` is 50.
