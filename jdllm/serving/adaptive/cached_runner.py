@@ -1,7 +1,8 @@
 """Runs iterations of adaptive parallel decoding whose draft comes from cached keys and values."""
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from jdllm.decoding.adaptive_cached import refresh_adaptive, reuse_adaptive
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.weights import Params
 from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.serving.adaptive.packing import PackedAdaptive, pack_adaptive, with_verified
 from jdllm.serving.adaptive.verifying import Verifying
@@ -30,6 +32,18 @@ from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
 
 _refresh, _reuse = encoding(refresh_adaptive), encoding(reuse_adaptive)
+
+
+class _Held(NamedTuple):
+    """What requests hold of both models.
+
+    - `windows`: the rows of each request that the verifier evaluates.
+    - `stored`: the pages of the diffusion model; `verified`: those of the verifier.
+    """
+
+    windows: list[range]
+    stored: PageBook
+    verified: PageBook
 
 
 class CachedAdaptiveRunner:
@@ -55,12 +69,8 @@ class CachedAdaptiveRunner:
         """Pack one iteration of whole sequences, of which each policy's rows are stored."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         asked, verified = self._verifying.hold(requests), self._keys.pool
-
-        def packed(entry: Entry) -> Packed[tuple[PackedAdaptive, StoringOf]]:
-            books = self._pool.book, verified.book
-            batch, storing = self._pack_refresh(requests, asked.windows, entry, *books)
-            return Packed((batch, storing), self._refresh_program(batch, storing, entry))
-
+        held = _Held(asked.windows, self._pool.book, verified.book)
+        packed = functools.partial(self._refresh_part, requests, held)
         need = Need(rows, max(head_rows, asked.rows), len(requests))
         chosen = self._parts.choose(self._refreshes, packed, need)
         self._keys.stored(requests, asked.spans)
@@ -81,12 +91,8 @@ class CachedAdaptiveRunner:
             [reuse_demand(r, PAGE_ROWS, self._ladder.tile_rows) for r in requests], axis=0
         ).tolist()
         asked, verified = self._verifying.hold(requests), self._keys.pool
-
-        def packed(entry: Entry) -> Packed[PackedAdaptive]:
-            books = self._pool.book, verified.book
-            batch, program = self._pack_reuse(requests, asked.windows, entry, needed, *books)
-            return Packed(batch, program)
-
+        held = _Held(asked.windows, self._pool.book, verified.book)
+        packed = functools.partial(self._reuse_part, requests, held, needed)
         need = Need(rows, max(head_rows, asked.rows), len(requests))
         chosen = self._parts.choose(self._reuses, packed, need)
         self._keys.stored(requests, asked.spans)
@@ -96,20 +102,18 @@ class CachedAdaptiveRunner:
             *arguments, _, _ = chosen.arguments
             return verified.run(chosen.executable, *arguments, self._pool.device(), writes=True)
 
-        nothing = [None] * len(requests)
-        return Launch(run, chosen.batch.candidates, nothing, rows=chosen.entry.rows)
+        return Launch(run, chosen.batch.candidates, [None] * len(requests), rows=chosen.entry.rows)
 
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled; nothing where requests cannot be cached."""
         if not self._account.max_refresh:
             return
         request, verified = self._verifying.smallest(cache="dual")
-        book, windows = self._pool.book.allocate(request.id, len(request.tokens)), [range(1)]
+        held = _Held([range(1)], self._pool.book.allocate(request.id, len(request.tokens)), verified)
         for entry in self._ladder.full:
-            packed = self._pack_refresh([request], windows, entry, book, verified)
-            yield self._refresh_program(*packed, entry)
+            yield self._refresh_part([request], held, entry).program
         for entry in self._ladder.ranked:
-            yield self._pack_reuse([request], windows, entry, 0, book, verified)[1]
+            yield self._reuse_part([request], held, 0, entry).program
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""
@@ -119,41 +123,39 @@ class CachedAdaptiveRunner:
             self._refreshes.compiled.update(self._ladder.full)
             self._reuses.compiled.update(self._ladder.ranked)
 
-    def _pack_refresh(
-        self, requests: list[Request], windows: list[range], entry: Entry, book: PageBook, verified: PageBook
-    ) -> tuple[PackedAdaptive, StoringOf]:
+    def _refresh_part(
+        self, requests: list[Request], held: _Held, entry: Entry
+    ) -> Packed[tuple[PackedAdaptive, StoringOf]]:
         models = self._config, self._verifying.config
-        packed = pack_adaptive(requests, windows, *models, verified, entry)
-        return packed, storing_of(requests, packed.batch.rows, book, entry)
+        packed = pack_adaptive(requests, held.windows, *models, held.verified, entry)
+        storing = storing_of(requests, packed.batch.rows, held.stored, entry)
+        args = *self._weights, packed.batch, storing.selection, storing.table, *self._pools
+        static, name = self._static(entry), f"adaptive refresh of {entry.rows} rows"
+        program = Program(_refresh, args, static, donate=("stored", "pool"), name=name)
+        return Packed((packed, storing), program)
 
-    def _refresh_program(self, packed: PackedAdaptive, storing: StoringOf, entry: Entry) -> Program:
-        pools = self._pool.abstract, self._keys.pool.abstract
-        models = self._params, self._verifying.params
-        args = *models, packed.batch, storing.selection, storing.table, *pools
-        name = f"adaptive refresh of {entry.rows} rows"
-        return Program(_refresh, args, self._static(entry), donate=("stored", "pool"), name=name)
-
-    def _pack_reuse(
-        self,
-        requests: list[Request],
-        windows: list[range],
-        entry: Entry,
-        needed: int,
-        book: PageBook,
-        verified: PageBook,
-    ) -> tuple[PackedAdaptive, Program]:
-        tile_rows = self._ladder.tile_rows
+    def _reuse_part(
+        self, requests: list[Request], held: _Held, needed: int, entry: Entry
+    ) -> Packed[PackedAdaptive]:
+        """A part whose tiles need so many entries of the page table."""
+        tile_rows, pages = self._ladder.tile_rows, self._keys.pool.pages
         entries = table_entries(self._pool, entry.rows // tile_rows, needed)
-        starts, table = tiles_of(requests, book, entry, entries, tile_rows)
-        laid_out, pool = lay_out_forwarded(requests, entry, starts), self._keys.pool
-        packed = with_verified(
-            laid_out, requests, windows, self._verifying.config, verified, entry, pool.pages
-        )
-        models = self._params, self._verifying.params
-        args = *models, packed.batch, table, self._pool.abstract, pool.abstract
-        name, chained = f"adaptive reuse of {entry.rows} rows", self._chained(entry.rows)
-        static = self._static(entry)
-        return packed, Program(_reuse, args, static, donate=("pool",), chained=chained, name=name)
+        starts, table = tiles_of(requests, held.stored, entry, entries, tile_rows)
+        laid_out, config = lay_out_forwarded(requests, entry, starts), self._verifying.config
+        packed = with_verified(laid_out, requests, held.windows, config, held.verified, entry, pages)
+        args = *self._weights, packed.batch, table, *self._pools
+        static, name = self._static(entry), f"adaptive reuse of {entry.rows} rows"
+        chained = self._chained(entry.rows)
+        return Packed(packed, Program(_reuse, args, static, donate=("pool",), chained=chained, name=name))
+
+    @property
+    def _weights(self) -> tuple[Params, Params]:
+        return self._params, self._verifying.params
+
+    @property
+    def _pools(self) -> tuple[Any, Any]:
+        """The shapes of both pools, the verifier's last."""
+        return self._pool.abstract, self._keys.pool.abstract
 
     def _static(self, entry: Entry) -> dict[str, Any]:
         return {

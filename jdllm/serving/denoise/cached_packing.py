@@ -37,6 +37,14 @@ class RefreshBatch(NamedTuple):
     stored: list[Stored | None]
 
 
+class StoringOf(NamedTuple):
+    """What refreshes store: the last three of `RefreshBatch`."""
+
+    selection: Selection
+    table: PageTable
+    stored: list[Stored | None]
+
+
 class ReuseBatch(NamedTuple):
     """A packed batch of the rows that are forwarded.
 
@@ -56,14 +64,6 @@ def pack_refresh(
     """Lay out what refreshes evaluate, and say which rows each layer may store."""
     packed = pack(requests, config, entry)
     return RefreshBatch(packed, *storing_of(requests, packed.batch.rows, pool, entry))
-
-
-class StoringOf(NamedTuple):
-    """What refreshes store: the last three of `RefreshBatch`."""
-
-    selection: Selection
-    table: PageTable
-    stored: list[Stored | None]
 
 
 def storing_of(requests: Sequence[Request], packed: Rows, pool: PageBook, entry: Entry) -> StoringOf:

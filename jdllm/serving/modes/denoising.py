@@ -90,14 +90,14 @@ class Denoising:
             keys = VerifierKeys(extras.verifier, account.rows)
             verifying = Verifying(model, extras.verifier, keys)
             adaptive = AdaptiveRunner(model, ladder, full, verifying)
-            both = CachedAdaptiveRunner(model, ladder, background, verifying)
+            cached_adaptive = CachedAdaptiveRunner(model, ladder, background, verifying)
             launchers |= {
                 Kind.ADAPTIVE: adaptive.launch,
-                Kind.ADAPTIVE_REFRESH: both.refresh,
-                Kind.ADAPTIVE_REUSE: both.reuse,
+                Kind.ADAPTIVE_REFRESH: cached_adaptive.refresh,
+                Kind.ADAPTIVE_REUSE: cached_adaptive.reuse,
             }
             holders.append(keys)
-            compiled += [verifying, adaptive, both]
+            compiled += [verifying, adaptive, cached_adaptive]
 
         def check(spec: RequestSpec) -> None:
             check_verifiable(spec, extras.verifier)
