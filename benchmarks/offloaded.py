@@ -100,4 +100,6 @@ def main(arguments: Sequence[str]) -> None:
                             table.append(row | measure(llm, context, cache, requests))
                             print_row(table[-1])
     asked = [x for x in (*args.cache, *args.memory) if x not in ("none", _MEMORY)]
-    record("_".join(["offloaded", args.shape, *asked]), table, args.out, host_gb_s=RATES["h200"].host_bytes / 1e9)
+    record(
+        "_".join(["offloaded", args.shape, *asked]), table, args.out, host_gb_s=RATES["h200"].host_bytes / 1e9
+    )
