@@ -21,11 +21,12 @@ from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
-from jdllm.planning.answer import Report, StepQuestion, make_report
+from jdllm.planning.answer import Report, make_report
 from jdllm.planning.budget import device_budget
 from jdllm.planning.card import described_card
 from jdllm.planning.layered import CACHES, Layered, plan_layered
 from jdllm.planning.plan import Workload
+from jdllm.planning.question import StepQuestion
 from jdllm.planning.step_needs import whole_bucket
 from jdllm.planning.step_time import RATES, step_flops
 from jdllm.serving.demands import Kind

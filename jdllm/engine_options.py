@@ -130,9 +130,9 @@ class EngineOptions:
       alone, so tokens are the same in any company. Steps without a cache read no pool. The keys of a
       `verifier`, and keys in host memory, keep their type.
     - `host_memory` ("64GiB"): host memory that may be used if the device is too small. The memory is pinned;
-      "0" is none. If the weights do not fit on the device, as many layers as fit stay there beside a KV pool
-      for a step, and the other layers come to the device in every step. A small `kv_pool` lets more layers
-      stay.
+      "0" is none. If the device has no room for the weights and a sequence of 4096 tokens, or of
+      `max_context` if that is less, as many layers as fit stay there beside a KV pool for a step, and the
+      other layers come to the device in every step. A small `kv_pool` lets more layers stay.
     - `max_num_batched_tokens` (`None`: chosen from the memory, 8192 to 36864): packed rows of one step over
       all requests (a longer request runs alone). By default the number is the largest one that leaves the KV
       pool 85 % of the room that it would have without steps. It is 8192 with a `verifier`, for a causal

@@ -16,10 +16,10 @@ from jdllm.decoding.registry import NO_CACHE
 from jdllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jdllm.planning.answer import StepQuestion
     from jdllm.planning.card import Card
     from jdllm.planning.plan import Workload
     from jdllm.planning.prefilling import Question
+    from jdllm.planning.question import StepQuestion
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,9 @@ from jdllm.planning.descriptions import described_targets
 
 if TYPE_CHECKING:
     from jdllm.models.config import ModelConfig
-    from jdllm.planning.answer import StepQuestion
     from jdllm.planning.card import Card
     from jdllm.planning.plan import Workload
+    from jdllm.planning.question import StepQuestion
     from jdllm.quantised import WeightForm
 
 AUTO = "auto"
@@ -65,11 +65,11 @@ def asked_of(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -
     """The question as options ask it."""
     from jdllm.models.spread import beside_bytes
     from jdllm.models.whole_layers import keeps_whole_layers
-    from jdllm.planning.answer import StepQuestion
     from jdllm.planning.aot import device_of
     from jdllm.planning.budget import Budget
     from jdllm.planning.ladder import DEFAULT_ROWS
     from jdllm.planning.plan import Workload
+    from jdllm.planning.question import StepQuestion
     from jdllm.planning.sharing import less
 
     memory, kv_pool = given["memory"], given["kv_pool"]

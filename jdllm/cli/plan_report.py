@@ -13,11 +13,12 @@ from jdllm.cli.options import as_option, in_option_words
 from jdllm.cli.plan_parts import streamed_line
 from jdllm.errors import ConfigError
 from jdllm.planning.account import Account
-from jdllm.planning.answer import Longest, Report, room_of
+from jdllm.planning.answer import Report, room_of
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD
 from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.layered import LayeredPlan
 from jdllm.planning.plan import Workload
+from jdllm.planning.question import Longest
 from jdllm.planning.report import Frame, format_peak_table, timeline
 from jdllm.planning.room import longest_request
 from jdllm.planning.search import search

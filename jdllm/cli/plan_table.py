@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from jdllm.byte_sizes import format_bytes
 from jdllm.cli.options import in_option_words
-from jdllm.planning.answer import StepQuestion
 from jdllm.planning.plan import LONGEST
+from jdllm.planning.question import StepQuestion
 from jdllm.planning.step_time import format_seconds
 from jdllm.planning.ways import PREFILLING, REQUESTS, Way
 

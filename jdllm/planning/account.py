@@ -158,8 +158,8 @@ def make_account(
             model, weights, verifier_bytes, rows, pages or rounded(max(1, UNPLANNED_POOL // page_bytes))
         )
     room = less(budget, verifier_bytes)
-    asked = None if max_num_batched_tokens is None and not offloaded else rows
-    shared = Sharing(model, room, weights, page_bytes, asked, pages, max_context)
+    chosen = DEFAULT_ROWS[:1] if offloaded else DEFAULT_ROWS
+    shared = Sharing(model, room, weights, page_bytes, max_num_batched_tokens, pages, max_context, chosen)
     shared.check_context()
     shared.check_pool()
     rows, pages, max_refresh = shared.shares

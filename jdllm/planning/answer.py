@@ -1,126 +1,30 @@
 """Whether a context fits, in what step, how long the longest is, and which engine serves it."""
 
-import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jdllm.byte_sizes import parse_bytes
-from jdllm.errors import ConfigError
 from jdllm.execution.offload.placement import most_offloaded
 from jdllm.execution.offload.tiers import HostTiers
-from jdllm.planning.account import Account, make_account
-from jdllm.planning.asking import could_move, moves_for
+from jdllm.planning.account import Account
+from jdllm.planning.asking import Moved, could_move, moved_engine, moves_for
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.card import Card
-from jdllm.planning.layered import CACHES, Layered, LayeredPlan, longest_layered, plan_layered
-from jdllm.planning.offloading import account_with_offloading, longest_offloaded, plan_offloaded
+from jdllm.planning.layered import LayeredPlan, longest_layered, plan_layered
+from jdllm.planning.offloading import holds_usual, longest_offloaded, plan_offloaded
 from jdllm.planning.plan import (
     MemoryPlan,
     Workload,
     least_room,
     max_context,
-    plan_memory,
+    row_ladder,
     rungs,
 )
-from jdllm.planning.room import Options, Room, longest_request
-from jdllm.planning.sharing import Sharing
+from jdllm.planning.question import Longest, StepQuestion
+from jdllm.planning.room import Options, Room, in_option, longest_request
+from jdllm.planning.search import largest
 from jdllm.planning.step_time import StepTime, layered_time, step_time
-
-
-class Longest(NamedTuple):
-    """The longest context that fits, 0 where none does, and the estimated seconds of a step of it."""
-
-    context: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class StepQuestion:
-    """A question about a card.
-
-    - `workload`, `card`, `budget`: the model and its step, where it runs, and what may be used; a verifier
-      is part of the overhead.
-    - `context`: tokens of the step; `None` for as many as fit.
-    - `sizes`: of the engine, arguments of `account_with_offloading`.
-    - `verifier`: bytes of a verifier.
-    """
-
-    workload: Workload
-    card: Card
-    budget: Budget
-    context: int | None
-    sizes: Mapping[str, Any]
-    verifier: int = 0
-
-    @property
-    def overhead(self) -> int:
-        """Bytes of the budget's overhead without a verifier."""
-        return self.budget.overhead - self.verifier
-
-    @property
-    def positions(self) -> int:
-        """Positions that the model is made for."""
-        config = self.workload.config
-        return config.rope.effective_context(config.max_positions)
-
-    def account(self, **changed: Any) -> Account:
-        """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""
-        make = make_account if "offloaded" in changed else account_with_offloading
-        return make(
-            self.workload.config,
-            self.workload.dtype,
-            self.budget,
-            device=self.workload.device,
-            max_num_logits=self.workload.max_num_logits,
-            **{**self.sizes, **changed},
-        )
-
-    def tried(self, **changed: Any) -> Account | None:
-        """The same, or that of an engine with so many layers `offloaded`; `None` where there is none."""
-        with contextlib.suppress(ConfigError):
-            return self.account(**changed)
-        return None
-
-    @property
-    def moves_layers(self) -> bool:
-        """Whether a longer context may move layers to host memory: nobody asked for sizes that say otherwise,
-        and there is host memory."""
-        asked = any(self.sizes.get(name) for name in ("max_context", "kv_pool"))
-        return bool(self.budget.host) and not asked
-
-    def engine(self) -> Account | None:
-        """The account of the engine that was asked for; `None` where the budget has room for no step.
-
-        Raises `ConfigError` for a size that was asked for and does not fit.
-        """
-        try:
-            return self.account()
-        except MemoryBudgetError:
-            return None
-        except ConfigError:
-            if any(self.sizes.get(name) for name in ("max_context", "kv_pool")):
-                raise
-            return None
-
-    def plan(self, context: int, tiers: Sequence[HostTiers] = ()) -> MemoryPlan:
-        """The plan of a step of so many tokens."""
-        return plan_memory(self.workload, context, self.budget, host_tiers=tiers)
-
-    def timed(self, context: int, tiers: Sequence[HostTiers] = ()) -> Longest:
-        """How long a step of a context that fits takes; 0 where none does."""
-        return self.taking(self.plan(context, tiers)) if context else Longest(0, 0.0)
-
-    def taking(self, plan: MemoryPlan) -> Longest:
-        """The context of a plan, and how long its step takes."""
-        return Longest(plan.context, step_time(self.workload, plan, self.card.target).seconds)
-
-    def beyond_pool(self, engine: Account) -> Layered | None:
-        """What plans of requests need that the pool of an engine cannot hold, and that run layer by layer;
-        `None` where no requests with this cache do."""
-        if self.workload.cache_policy not in CACHES:
-            return None
-        return Layered.of_account(self.workload.config, self.workload.dtype, engine)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,27 +97,49 @@ def _uncached(asked: StepQuestion) -> Report:
     workload, budget, engine = asked.workload, asked.budget, asked.engine()
     tiers = rungs(workload.config) if budget.host else []
     on_device = longest = asked.timed(max_context(workload, budget, host_tiers=False))
-    if tiers:
+    if tiers and (engine is None or not engine.offloaded or _with_all_layers(asked, engine) is not None):
         longest = asked.timed(max_context(workload, budget, host_tiers=tiers), tiers)
     longest = _longest_moving(asked, engine, longest)
-    context, options = asked.context if asked.context is not None else max(1, longest.context), {}
-    found = asked.plan(context, tiers)
-    if found.fits:
-        return Report(asked, found, None, "fits", longest, on_device, engine, options)
-    takes = engine is not None and engine.offloaded and plan_offloaded(workload, context, engine).fits
-    beyond = None if takes else asked.tried(max_context=context)
-    if beyond is not None:
-        same = engine is not None and engine.offloaded == beyond.offloaded
-        engine, options = beyond, {} if same else {"max_context": context}
-    room = found.room
-    if engine is not None and engine.offloaded:
-        found = plan_offloaded(workload, context, engine)
+    context = asked.context if asked.context is not None else max(1, longest.context)
+    plans = list[MemoryPlan]()
+    for found, taking, options in _full_steps(asked, engine, context, tiers):
         if found.fits:
-            return Report(asked, found, None, "fits", longest, on_device, engine, options)
-    needed = room.held + least_room(workload, found.bucket, room, tiers)
-    enough_host = found.host_bytes <= budget.host
-    stop_reason = found.activation.stop_reason if enough_host else "host memory is too small"
+            return Report(asked, found, None, "fits", longest, on_device, taking, options)
+        plans.append(found)
+        engine = taking
+    room = asked.plan(context, tiers).room
+    needed = room.held + least_room(workload, plans[-1].bucket, room, tiers)
+    enough_host = plans[-1].host_bytes <= budget.host
+    stop_reason = plans[-1].activation.stop_reason if enough_host else "host memory is too small"
     return _refused(asked, context, needed, stop_reason, longest, on_device, engine, tiers)
+
+
+def _full_steps(
+    asked: StepQuestion, engine: Account | None, context: int, tiers: Sequence[HostTiers]
+) -> Iterator[tuple[MemoryPlan, Account | None, Options]]:
+    """Plans of a full step, each with an engine that runs it if it fits, and what `LLM` is asked for then."""
+    workload = asked.workload
+    moved = engine is not None and engine.offloaded > 0
+    if engine is not None and moved:
+        whole = _with_all_layers(asked, engine)
+        yield plan_offloaded(workload, context, engine), engine, {}
+    else:
+        whole = None
+        yield asked.plan(context, tiers), engine, {}
+    beyond = asked.tried(max_context=context)
+    if beyond is not None and beyond.offloaded:
+        same = engine is not None and engine.offloaded == beyond.offloaded
+        yield plan_offloaded(workload, context, beyond), beyond, {} if same else {"max_context": context}
+    if whole is not None:
+        yield asked.plan(context, tiers), whole.engine, whole.options
+
+
+def _with_all_layers(asked: StepQuestion, engine: Account) -> Moved | None:
+    """What keeps all layers on the device where the default engine has some in host memory, so that other
+    arrays may go there: the least pool. `None` where nothing does."""
+    pool = 2 * engine.page_bytes
+    other = asked.tried(kv_pool=pool) if asked.moves_layers else None
+    return None if other is None or other.offloaded else Moved(other, {"kv_pool": in_option(pool)})
 
 
 def _longest_moving(asked: StepQuestion, engine: Account | None, known: Longest) -> Longest:
@@ -238,9 +164,10 @@ def _cached(asked: StepQuestion) -> Report:
     sharing = None if engine is None else engine.sharing
     longest = on_device = Longest(0, 0.0)
     if engine is not None:
-        if not engine.offloaded:
-            on_device = _longest_cached(*_without_host(asked, engine), longest)
-        longest = _longest_cached(asked, engine, on_device)
+        alone = without_host(asked, engine)
+        if alone is not None:
+            on_device = _longest_cached(*alone, longest)
+        longest = _longest_cached(asked, engine, longest if engine.offloaded else on_device)
     context = asked.context if asked.context is not None else max(1, longest.context)
     taking = None if engine is None else taking_of(asked, engine, context)
     if taking is not None:
@@ -253,11 +180,14 @@ def _cached(asked: StepQuestion) -> Report:
     return _refused(asked, context, needed, "the KV pool", longest, on_device, engine, [])
 
 
-def _without_host(asked: StepQuestion, engine: Account) -> tuple[StepQuestion, Account]:
-    """A question and its engine, which has all layers on the device, without host memory."""
+def without_host(asked: StepQuestion, engine: Account) -> tuple[StepQuestion, Account] | None:
+    """A question and its engine without host memory; `None` where there is none then."""
     assert engine.budget is not None  # the engine of a question has one
-    budgets = [dataclasses.replace(budget, host=0) for budget in (asked.budget, engine.budget)]
-    return dataclasses.replace(asked, budget=budgets[0]), dataclasses.replace(engine, budget=budgets[1])
+    alone = dataclasses.replace(asked, budget=dataclasses.replace(asked.budget, host=0))
+    if engine.offloaded:
+        other = alone.tried()
+        return None if other is None else (alone, other)
+    return alone, dataclasses.replace(engine, budget=dataclasses.replace(engine.budget, host=0))
 
 
 def _longest_cached(asked: StepQuestion, engine: Account, known: Longest) -> Longest:
@@ -266,22 +196,34 @@ def _longest_cached(asked: StepQuestion, engine: Account, known: Longest) -> Lon
     Arguments:
     - `known`: one that it takes.
     """
-    workload, sharing = asked.workload, engine.sharing
-    assert sharing is not None  # an engine in a budget has one
+    workload = asked.workload
     roomiest = asked.tried(offloaded=most_offloaded(workload.config)) if asked.moves_layers else None
+    tight = roomiest is not None and not holds_usual(asked.tried(offloaded=0, max_num_batched_tokens=None))
     beyond = asked.beyond_pool(engine)
     layered = 0 if beyond is None else longest_layered(beyond, 0)
 
     def taken(context: int) -> bool:
-        if context <= max(known.context, layered) or _options(workload, sharing, context) is not None:
+        if context <= max(known.context, layered) or _options(workload, engine, context) is not None:
             return True
-        return roomiest is not None and could_move(engine, roomiest, room_of(workload, context))
+        room = room_of(workload, context)
+        return roomiest is not None and could_move(engine, roomiest, room, tight=tight)
 
-    most = longest_request(taken)
+    most = max(longest_request(taken), known.context)
+    if roomiest is not None:
+        most = _longest_layered_moving(asked, engine, roomiest, most)
     taking = taking_of(asked, engine, most) if most > known.context else None
     if taking is None:
         return known
     return Longest(most, _reported(asked, most, taking, known, known).time.seconds)
+
+
+def _longest_layered_moving(asked: StepQuestion, engine: Account, roomiest: Account, known: int) -> int:
+    """The longest request that runs layer by layer in an engine with more layers in host memory, or `known`
+    where that is no longer."""
+    beyond = asked.beyond_pool(roomiest)
+    most = 0 if beyond is None or engine.offloaded == roomiest.offloaded else longest_layered(beyond, 0)
+    longer = [rows for rows in row_ladder() if known < rows <= most]
+    return largest(lambda rows: taking_of(asked, engine, rows) is not None, longer) or known
 
 
 def _reported(
@@ -305,18 +247,24 @@ def taking_of(asked: StepQuestion, engine: Account, context: int) -> Taking | No
     """What takes a request of `context` tokens; `None` where only more memory helps.
 
     The request is in the pool where options make the room for it. Otherwise it runs layer by layer, or a
-    context that is asked for moves layers to host memory.
+    context that is asked for moves layers to host memory, and it is in the pool or runs layer by layer there.
     """
     workload = asked.workload
-    options = None if engine.sharing is None else _options(workload, engine.sharing, context)
+    options = _options(workload, engine, context)
     if options is not None:
         return Taking(asked.account(**_sizes(options)) if options else engine, options)
     beyond = asked.beyond_pool(engine)
     layered = None if beyond is None else plan_layered(beyond, context, 0)
     if layered is not None:
         return Taking(engine, {}, layered)
-    other = moves_for(engine, room_of(workload, context)) if asked.moves_layers else None
-    return None if other is None else Taking(*other)
+    if not asked.moves_layers:
+        return None
+    if (other := moves_for(engine, room_of(workload, context))) is not None:
+        return Taking(*other)
+    moved = None if beyond is None else moved_engine(engine, context)
+    other_beyond = None if moved is None else asked.beyond_pool(moved)
+    layered = None if other_beyond is None else plan_layered(other_beyond, context, 0)
+    return None if moved is None or layered is None else Taking(moved, {"max_context": context}, layered)
 
 
 def _beside(asked: StepQuestion, context: int, engine: Account) -> MemoryPlan:
@@ -336,17 +284,21 @@ def _sizes(options: Options) -> dict[str, int]:
     return {name: parse_bytes(value) for name, value in options.items()}
 
 
-def _options(workload: Workload, sharing: Sharing, context: int) -> Options | None:
+def _options(workload: Workload, engine: Account, context: int) -> Options | None:
     """What has to be asked for so that an engine takes a request of `context` tokens; `None` where only more
     memory helps."""
-    room = room_of(workload, context)
-    options = room.options_within(sharing)
+    sharing = engine.sharing
+    assert sharing is not None  # an engine in a budget has one
+    options = room_of(workload, context).options_within(sharing)
     given = {
         "max_context": sharing.context,
         "kv_pool": sharing.asked_pages,
         "max_num_batched_tokens": sharing.asked_rows,
     }
-    return None if options is None or any(given[name] is not None for name in options) else options
+    if options is None or any(given[name] is not None for name in options):
+        return None
+    # An engine that is asked for smaller steps may have other layers in host memory.
+    return None if engine.offloaded and "max_num_batched_tokens" in options else options
 
 
 def _refused(

@@ -5,6 +5,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jdllm.errors import ConfigError, NoRoomError
+from jdllm.execution.offload.placement import device_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import DEFAULT_ROWS
@@ -23,30 +24,32 @@ class Moved(NamedTuple):
 def moves_for(account: Account, room: Room) -> Moved | None:
     """What takes a request because layers move to host memory for it; `None` where this does not help.
 
-    A `max_context` moves layers where full steps of it would not run beside them all. Otherwise a `kv_pool`
-    does that would not fit beside them all.
+    A `max_context` moves layers where full steps of it would not run beside them all, or where these leave
+    too little room for a usual context. Otherwise a `kv_pool` does that would not fit beside them all.
     """
     for pages in _pools(account, room):
         pool = None if pages is None else pages * account.page_bytes
-        found = _moved(account, room.rows, pool)
+        found = moved_engine(account, room.rows, pool)
         if found is not None and found.sharing is not None and room.is_in(found.sharing):
             options: Options = {"max_context": room.rows}
             return Moved(found, options if pool is None else {**options, "kv_pool": in_option(pool)})
     return None
 
 
-def could_move(account: Account, roomiest: Account, room: Room) -> bool:
+def could_move(account: Account, roomiest: Account, room: Room, *, tight: bool) -> bool:
     """Whether `moves_for` finds an engine, told without making it.
 
     Arguments:
     - `roomiest`: the engine that has as many layers in host memory as it can.
+    - `tight`: whether beside all layers there is too little room for a usual context, so that any other
+      context that is asked for moves layers.
     """
     here, most = account.sharing, roomiest.sharing
     if here is None or most is None:
         return False
     for pages in _pools(account, room):
         there = dataclasses.replace(most, context=room.rows, asked_pages=pages)
-        moves = account.offloaded > 0 or pages is not None or room.rows > here.longest(1)
+        moves = tight or account.offloaded > 0 or pages is not None or room.rows > here.longest(1)
         if moves and room.is_in(there) and there.needs.fits_on_device(room.rows, there.beside(pages or 1)):
             return True
     return False
@@ -61,13 +64,15 @@ def _pools(account: Account, room: Room) -> tuple[int | None, ...]:
     sharing = account.sharing
     if sharing is None:
         return (None,)
-    rows = sharing.asked_rows or DEFAULT_ROWS[0]
-    fitting = 0 if account.offloaded else max(0, sharing.left(rows)) // account.page_bytes
-    least = max(room.pages, fitting + 1)
+    rows, needs = sharing.asked_rows or DEFAULT_ROWS[0], sharing.needs
+    whole = dataclasses.replace(sharing, weights=device_weight_bytes(needs.config, needs.dtype, 0))
+    fitting = max(0, (whole if account.offloaded else sharing).left(rows)) // account.page_bytes
+    # A smaller pool than for a quarter of the rows does not ask for refreshes of them all.
+    least = max(room.pages, fitting + 1, 1 + pages_of(room.rows // 4))
     return (None, *sorted({least, max(least, 1 + pages_of(rows))}, reverse=True))
 
 
-def _moved(account: Account, context: int, kv_pool: int | None = None) -> Account | None:
+def moved_engine(account: Account, context: int, kv_pool: int | None = None) -> Account | None:
     """The same engine where it is asked for so long a context, and a pool of so many bytes; `None` where no
     layers are in host memory then.
 
@@ -127,5 +132,5 @@ def _options(account: Account, rows: int, pages: int) -> Options:
 def helps_full_step(account: Account, rows: int) -> str | None:
     """The option that lets an engine with layers in host memory run a full step of so many rows; `None`
     where more memory alone does."""
-    found = _moved(account, rows) if account.offloaded else None
+    found = moved_engine(account, rows) if account.offloaded else None
     return f"max_context={rows}" if found is not None and rows <= found.longest else None

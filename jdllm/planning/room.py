@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import row_ladder
 from jdllm.planning.search import largest
 from jdllm.planning.sharing import Sharing, pages_of
@@ -81,7 +80,7 @@ class Room:
             budget = dataclasses.replace(sharing.budget, device=mib * _MIB)
             return self.is_in(dataclasses.replace(sharing, budget=budget))
 
-        rows = max(row_bucket(self.rows), sharing.asked_rows or DEFAULT_ROWS[-1])
+        rows = max(row_bucket(self.rows), sharing.asked_rows or sharing.default_rows[-1])
         pool = 2 * (1 + pages_of(max(self.stored, rows))) * sharing.page_bytes
         most = sharing.budget.overhead + sharing.weights + sharing.needs.whole_with_margin(rows) + pool
         return _MIB * bisect.bisect_left(range(1 + most // _MIB), True, key=enough)

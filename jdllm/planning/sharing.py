@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdllm.byte_sizes import format_bytes
@@ -45,6 +46,7 @@ class Sharing:
     - `weights`, `page_bytes`: bytes of the model's weights, and of a page of the pool.
     - `asked_rows`, `asked_pages`, `context`: packed rows of a step, pages of the pool, and the longest
       sequence that the pool has to leave room for, where somebody said so.
+    - `default_rows`: rows of a step, of which memory chooses where nobody said so; the least first.
     """
 
     needs: StepNeeds
@@ -54,6 +56,7 @@ class Sharing:
     asked_rows: int | None = None
     asked_pages: int | None = None
     context: int | None = None
+    default_rows: Sequence[int] = DEFAULT_ROWS
 
     @property
     def free(self) -> int:
@@ -70,7 +73,7 @@ class Sharing:
 
     @property
     def rows(self) -> int:
-        """The most packed rows of a step: the requested rows, or else the most of `DEFAULT_ROWS` whose whole
+        """The most packed rows of a step: the requested rows, or else the most of `default_rows` whose whole
         step takes no more than 15 % of the bytes beside the weights, and leaves a pool that holds as many
         rows; the least of them where none does, and for a model that is evaluated in parts."""
         if self.asked_rows is not None:
@@ -81,7 +84,8 @@ class Sharing:
             least = max(1 + pages_of(rows), self.asked_pages or 0) * self.page_bytes
             return left >= max(_POOL_SHARE * self.free, least)
 
-        return DEFAULT_ROWS[0] if self._in_parts else largest(leaves_a_pool, DEFAULT_ROWS) or DEFAULT_ROWS[0]
+        least = self.default_rows[0]
+        return least if self._in_parts else largest(leaves_a_pool, self.default_rows) or least
 
     @property
     def _in_parts(self) -> bool:

@@ -1,8 +1,7 @@
 """Every way in which a model generates, in one budget: what fits, how long it takes, and what is cut."""
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -10,14 +9,15 @@ from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.registry import NO_CACHE, POLICIES
 from jdllm.errors import DoesNotFitError
 from jdllm.planning.account import Account
-from jdllm.planning.answer import Report, StepQuestion, make_report, taking_of
-from jdllm.planning.blocks import plan_blocks
+from jdllm.planning.answer import Report, make_report, taking_of, without_host
+from jdllm.planning.blocks import BlocksPlan, plan_blocks
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.causal import plan_causal
+from jdllm.planning.causal import CausalPlan, plan_causal
 from jdllm.planning.ladder import MAX_SEGMENTS, denoising_tile_rows, make_ladder
 from jdllm.planning.layered import CACHES
 from jdllm.planning.plan import row_ladder
 from jdllm.planning.prefilling import LongPlan, Question
+from jdllm.planning.question import StepQuestion
 from jdllm.planning.room import Options
 from jdllm.planning.search import largest
 from jdllm.planning.sharing import pages_of
@@ -180,19 +180,22 @@ def _long(asked: StepQuestion, engine: Account | None, prefilling: Prefilling, q
     if engine is None:
         return _nothing(PREFILLING, asked.context)
 
-    def plan(context: int) -> LongPlan:
+    def plan(context: int, engine: Account = engine) -> LongPlan:
         over = dataclasses.replace(question, context=context)
         return LongPlan(asked.workload, engine, asked.card.target, prefilling, over)
+
+    def most(engine: Account) -> int:
+        return largest(lambda context: plan(context, engine).lacking is None, row_ladder()) or 0
 
     def count(tokens: int) -> int:
         one = plan(tokens)
         return 0 if one.lacking is not None else min(MAX_SEGMENTS, (engine.pages - 1) // one.pages)
 
-    longest = largest(lambda context: plan(context).lacking is None, row_ladder()) or 0
+    longest = most(engine)
     context = asked.context or max(1, min(longest, _QUESTION))
     found, chunks = plan(context), -(-context // prefilling.chunk_length)
     at_once, fits = {tokens: count(tokens) for tokens in REQUESTS}, found.lacking is None
-    way = Way(PREFILLING, longest, 0 if engine.offloaded else longest, at_once, context, "", fits)
+    way = Way(PREFILLING, longest, _on_device(asked, engine, most), at_once, context, "", fits)
     if not fits:
         return way
     return way._replace(
@@ -211,17 +214,21 @@ def _causal(asked: StepQuestion, engine: Account | None) -> Iterator[Way]:
         yield from (_nothing(name, asked.context) for name in (PREFILL, DECODE))
         return
     workload = asked.workload
-    plan = functools.partial(plan_causal, workload, engine, asked.card.target)
-    found = plan(asked.context)
+
+    def plan(prompt: int | None, account: Account = engine) -> CausalPlan:
+        return plan_causal(workload, account, asked.card.target, prompt)
 
     def count(tokens: int) -> int:
         return _in_pool(engine, tokens) or int(plan(tokens - 1).fits)
+
+    found = plan(asked.context)
 
     cut, read, generated = _layers_away(engine), 0, 0
     if found.layered is not None:
         layers, layering = workload.config.num_layers, found.layered.layering
         read, generated = (layers - kept for kept in (layering.kept, layering.kept_behind))
-    longest, on_device = max(found.longest, found.longest_layered), 0 if engine.offloaded else found.longest
+    on_device = _on_device(asked, engine, lambda engine: plan(None, account=engine).longest)
+    longest = max(found.longest, found.longest_layered)
     way = Way(PREFILL, longest, on_device, {}, found.prompt, "", found.fits)
     prompt = way._replace(
         step="prompt",
@@ -244,6 +251,16 @@ def _causal(asked: StepQuestion, engine: Account | None) -> Iterator[Way]:
     yield (token if found.fits else way)._replace(name=DECODE, at_once=at_once)
 
 
+def _on_device(asked: StepQuestion, engine: Account, longest: Callable[[Account], int]) -> int:
+    """The longest context without host memory.
+
+    Arguments:
+    - `longest`: of an engine.
+    """
+    alone = without_host(asked, engine)
+    return 0 if alone is None else longest(alone[1])
+
+
 def _keys_away(layers: int) -> tuple[str, ...]:
     return (f"keys of {layers} away",) if layers else ()
 
@@ -253,8 +270,12 @@ def _blocks(asked: StepQuestion, engine: Account | None) -> Iterator[Way]:
     if engine is None:
         yield from (_nothing(name, asked.context) for name in (PREFILL, BLOCKS))
         return
-    found = plan_blocks(asked.workload, engine, asked.card.target, asked.context)
-    on_device = 0 if engine.offloaded else found.longest
+
+    def plan(context: int | None, account: Account = engine) -> BlocksPlan:
+        return plan_blocks(asked.workload, account, asked.card.target, context)
+
+    found = plan(asked.context)
+    on_device = _on_device(asked, engine, lambda engine: plan(None, account=engine).longest)
     way = Way(PREFILL, found.longest, on_device, {}, found.prompt, "", found.fits)
     shared = {"host_bytes": engine.streamed, "cut": _layers_away(engine)}
     prompt = way._replace(

@@ -15,7 +15,8 @@ from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.pallas.device import HOPPER
-from jdllm.planning.answer import StepQuestion, make_report
+from jdllm.planning.account import Account, make_account
+from jdllm.planning.answer import make_report
 from jdllm.planning.asking import check_room
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.budget import Budget
@@ -23,6 +24,7 @@ from jdllm.planning.causal import plan_causal
 from jdllm.planning.layered import CACHES
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.planning.plan import Workload
+from jdllm.planning.question import StepQuestion
 from jdllm.planning.room import Room
 from jdllm.serving.spec import generation_spec
 from tests.planning.devices import CARD, GEN_LENGTH, MIB, Device, engine_of, takes
@@ -35,7 +37,9 @@ def some_device(rng: random.Random, hosts: Sequence[int]) -> Device:
     name = rng.choice(sorted(sizes_of))
     weights = sizes_of[name]
     unit = 24 if name == "small" else 1024
-    mib = int(weights * rng.choice([0.5, 1, 1, 1]) + unit * rng.uniform(0.2, 30))
+    # Half of them have little room beside all weights.
+    beside = unit * rng.uniform(0.2, rng.choice([5, 30]))
+    mib = int(weights * rng.choice([0.5, 1, 1, 1]) + beside)
     host = rng.choice(hosts) * MIB
     sizes = {
         "max_num_batched_tokens": rng.choice([None, None, 500, 2048, 20000]),
@@ -181,13 +185,15 @@ def test_a_plan_of_a_cached_request_names_the_context_that_the_engine_has_to_be_
     assert report.longest.context > 240_000
 
 
-def test_the_longest_without_host_memory_moves_no_layer():
-    """In 70 MiB the default engine has all layers on the device, and a longer context moves them."""
-    device = Device("small", Budget(70 * MIB, 0, 64 * 1024 * MIB), ())
+@pytest.mark.parametrize(("mib", "moved"), [(70, True), (480, True), (620, False)])
+def test_the_longest_without_host_memory_moves_no_layer(mib: int, moved: bool):
+    """Whether or not the default engine has layers in host memory, and for longer contexts it moves more."""
+    device = Device("small" if mib < 100 else "tall", Budget(mib * MIB, 0, 64 * 1024 * MIB), ())
     workload = workload_of(device, SamplingParams(cache="sparse"))
     report = make_report(StepQuestion(workload, CARD, device.budget, None, {}))
-    alone = make_report(StepQuestion(workload, CARD, Budget(70 * MIB, 0, 0), None, {}))
-    assert account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER).offloaded == 0
+    alone = make_report(StepQuestion(workload, CARD, Budget(mib * MIB, 0, 0), None, {}))
+    account = account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER)
+    assert (account.offloaded > 0) == moved
     assert report.engine is not None
     assert report.engine.offloaded > 0
     assert report.longest.context > report.on_device.context > 0
@@ -226,18 +232,70 @@ def test_a_context_that_fits_beside_few_layers_fits_in_memory_that_just_holds_al
         report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, None, {}))
         assert takes(device, report.longest.context, sampling, **report.options)
         longest.append(report.longest.context)
-    assert not takes(device, longest[0], sampling)
     assert GEN_LENGTH < longest[0] <= longest[1]
 
 
+def account_of(device: Device, **options: Any) -> Account:
+    return account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER, **options)
+
+
+TIGHT = [("llada-8b", 16), ("llada-8b", 17.5), ("dream-7b", 15.5), ("causal", 15.25), ("llada-moe-7b", 15)]
+
+
+@pytest.mark.parametrize(("name", "gib"), TIGHT)
+def test_a_default_engine_has_room_for_a_usual_context(name: str, gib: float):
+    """The weights fit, and leave less room than a sequence of 4096 tokens takes: some layers move."""
+    sampling = SamplingParams(gen_length=GEN_LENGTH, **({} if name == "causal" else {"cache": "prefix"}))
+    alone = Device(name, Budget(int(gib * 1024) * MIB, host=0), ())
+    tight = alone._replace(budget=Budget(int(gib * 1024) * MIB))
+    whole, moved = account_of(alone), account_of(tight)
+    assert takes(alone, 64, SamplingParams(gen_length=GEN_LENGTH))
+    assert not takes(alone, 4096, sampling)
+    assert takes(tight, 4096, sampling)
+    assert whole.offloaded == 0 < moved.offloaded < alone.config.num_layers // 2
+    assert moved.rows >= 4096
+    # As few as possible: one less does not do. Two layers arrive at a time, so one or two free nothing.
+    fewer = make_account(alone.config, "bfloat16", tight.budget, device=HOPPER, offloaded=moved.offloaded - 1)
+    assert moved.offloaded <= 3 or fewer.rows < 4096 or fewer.pages <= 64
+
+
+def test_layers_stay_where_a_usual_context_has_room_or_somebody_asks_for_less():
+    roomy = Device("llada-8b", Budget(19 * 1024 * MIB), ())
+    tight = Device("llada-8b", Budget(17 * 1024 * MIB), ())
+    some: list[tuple[Device, dict[str, Any]]] = [
+        (roomy, {}),
+        (roomy, {"max_context": 10_000}),
+        (tight, {"max_context": 1500}),
+        (tight, {"kv_pool": 64 * MIB}),
+        (tight._replace(budget=Budget(17 * 1024 * MIB, host=1 << 30)), {}),  # too little host memory
+    ]
+    for device, options in some:
+        alone = make_account(device.config, "bfloat16", device.budget, device=HOPPER, **options)
+        assert account_of(device, **options) == alone
+    assert account_of(tight).offloaded > account_of(tight, max_context=3000).offloaded > 0
+
+
+def test_a_long_exact_step_keeps_all_layers_on_the_device_by_a_small_pool():
+    """Beside all layers the residual stream and keys may be in host memory, but not beside some of them."""
+    device = Device("tall", Budget(440 * MIB, 0, 64 * 1024 * MIB), ())
+    sampling = SamplingParams(gen_length=GEN_LENGTH)
+    report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, None, {}))
+    assert set(report.options) == {"kv_pool"}
+    assert report.plan.host_tiers == ["residual", "kv"]
+    assert takes(device, report.longest.context, sampling, **report.options)
+    assert not takes(device, report.longest.context, sampling)
+    short = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, 1000, {}))
+    assert (short.options, short.plan.host_tiers) == ({}, ["weights"])
+
+
 def test_a_pool_that_is_asked_for_moves_layers():
-    """In 360 MiB full steps of 4864 tokens run beside all layers, but not beside a pool that holds them."""
-    device = Device("tall", Budget(360 * MIB, 0, 64 * 1024 * MIB), ())
-    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="prefix")
-    report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, 4864, {}))
+    """In 520 MiB all layers leave room for full steps of 16640 tokens, but not for a pool that holds half."""
+    device = Device("tall", Budget(520 * MIB, 0, 64 * 1024 * MIB), ())
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="sparse")
+    report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, 16_640, {}))
     assert set(report.options) == {"max_context", "kv_pool"}
-    assert takes(device, 4864, sampling, **report.options)
-    assert not takes(device, 4864, sampling, max_context=4864)
+    assert takes(device, 16_640, sampling, **report.options)
+    assert not takes(device, 16_640, sampling, max_context=16_640)
 
 
 def test_a_request_with_a_dual_cache_runs_layer_by_layer_where_no_pool_holds_it():
@@ -252,7 +310,8 @@ def test_a_request_with_a_dual_cache_runs_layer_by_layer_where_no_pool_holds_it(
     assert takes(device, longest.longest.context, sampling)
     assert not takes(device, row_bucket(longest.longest.context + 1), sampling)
     assert max(longest.layered.prompt_bytes, longest.layered.token_bytes) <= 400 * MIB
-    assert longest.host_bytes == longest.layered.host_bytes
+    assert longest.engine is not None
+    assert longest.host_bytes == longest.layered.host_bytes + longest.engine.streamed
     pooled = make_report(StepQuestion(workload, CARD, device.budget, longest.on_device.context, {}))
     assert pooled.layered is None
     prefix = dataclasses.replace(workload, cache_policy="prefix")

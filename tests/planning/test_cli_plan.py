@@ -102,7 +102,7 @@ def test_a_policy_keeps_the_keys_and_values_of_all_layers(llada: Path):
 
 
 def test_a_step_with_a_cache_runs_whole_and_on_the_device(llada: Path):
-    exact = facts(llada, memory="18GiB")
+    exact = facts(llada, memory="19GiB", context=65536)
     assert exact["chunks"]["ffn"] > 1
     cached = facts(llada, "--cache-policy", "prefix", code=3, memory="36GiB", context=131072)
     assert (set(cached["chunks"].values()), cached["host_tiers"]) == ({1}, [])

@@ -17,13 +17,14 @@ from jdllm.decoding.registry import POLICIES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import JdllmError
 from jdllm.pallas.device import HOPPER
-from jdllm.planning.answer import StepQuestion, make_report
+from jdllm.planning.answer import make_report
 from jdllm.planning.blocks import plan_blocks
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.budget import Budget
 from jdllm.planning.causal import plan_causal
 from jdllm.planning.plan import LONGEST, Workload
 from jdllm.planning.prefilling import Question
+from jdllm.planning.question import StepQuestion
 from jdllm.planning.ways import Way, every_way
 from jdllm.serving.blocks.request import block_spec
 from jdllm.serving.causal.request import causal_spec
