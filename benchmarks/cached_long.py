@@ -24,7 +24,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.answer import Report, make_report
 from jdllm.planning.budget import device_budget
 from jdllm.planning.card import described_card
-from jdllm.planning.layered import CACHES, Layered, plan_layered
+from jdllm.planning.layered import CACHES, Layered, plan_layered, retention_of
 from jdllm.planning.plan import Workload
 from jdllm.planning.question import StepQuestion
 from jdllm.planning.step_needs import whole_bucket
@@ -114,7 +114,9 @@ def _beyond_pool(llm: LLM, asked: Asked) -> dict[str, Any]:
 
     Raises `SystemExit` where there is no room, or where requests with this cache keep to the pool.
     """
-    layered = Layered.of_account(llm.config, "bfloat16", llm.account) if asked.cache in CACHES else None
+    retention = retention_of(SamplingParams(cache=asked.cache))  # pyright: ignore[reportArgumentType]
+    found = Layered.of_account(llm.config, "bfloat16", llm.account, retention)
+    layered = found if asked.cache in CACHES else None
     plan = None if layered is None else plan_layered(layered, asked.length, 0)
     if plan is None or layered is None:
         raise SystemExit(f"{asked.length} tokens have no room in {asked.memory} with cache {asked.cache}")
@@ -134,10 +136,11 @@ def main(arguments: Sequence[str]) -> None:
 
     `python3 -m benchmarks cached_long [409600@24GiB 110592@24GiB:dual] [--shape dream-7b] [--steps 8]` on a
     card: a block of 32 tokens. A request that the KV pool holds runs there, with the options that
-    `jdllm plan` names. With cache "dual" a longer one runs layer by layer, with keys in host memory. A
-    refresh is measured once, compiling included. Floors are the arithmetic of a refresh, and the time that
-    the streamed keys take from pinned host memory in a reuse. Peaks are XLA's, without what is planned for
-    the CUDA context; beyond the pool the plan leaves room for a step of others, which does not run here.
+    `jdllm plan` names. With a dual or sparse cache a longer one runs layer by layer, with keys in host
+    memory. A refresh is measured once, compiling included. Floors are the arithmetic of a refresh, and the
+    time that the streamed keys take from pinned host memory in a reuse. Peaks are XLA's, without what is
+    planned for the CUDA context; beyond the pool the plan leaves room for a step of others, which does not
+    run here.
     Each request runs in a process of its own. What cannot run is named, and stops no other.
     """
     parser = case_parser("cached_long", main.__doc__)

@@ -1,4 +1,4 @@
-"""Engines whose pool is too small for a request with a dual cache, which runs layer by layer there."""
+"""Engines whose pool is too small for a request with a cache, which runs layer by layer there."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from jdllm.models.weights import Params, tree_bytes
 from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
-from jdllm.planning.layered import Layered
+from jdllm.planning.layered import Layered, retention_of
 from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
@@ -29,11 +29,12 @@ class Model(NamedTuple):
     params: Params
 
 
-def layered_of(model: Model, kept: int, *, host: int = HOST) -> Layered:
+def layered_of(model: Model, kept: int, *, host: int = HOST, sampling: SamplingParams = DUAL) -> Layered:
     """The room in which `kept` layers of `ROWS` rows stay on the device while they are refreshed."""
     weights, steps = tree_bytes(model.params), 64 << 20
-    unlimited = Layered(model.config, "float32", Budget(0, 0, host), weights, steps)
-    device = unlimited.reading(ROWS, 512, 0) + kept * unlimited.keys_bytes(ROWS)
+    retention = retention_of(sampling)
+    unlimited = Layered(model.config, "float32", Budget(0, 0, host), weights, steps, retention)
+    device = unlimited.reading(ROWS, 512, 0) + kept * unlimited.keys_bytes(unlimited.stored_rows(ROWS))
     return unlimited._replace(budget=Budget(device, 0, host))
 
 

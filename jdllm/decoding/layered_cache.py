@@ -1,4 +1,4 @@
-"""A sequence with a dual cache that runs layer by layer, with keys in host memory as far as it must be."""
+"""A sequence with a cache that runs layer by layer, with keys in host memory as far as they must be."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,9 @@ from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.layer_keys import LayerKeys
 from jdllm.decoding.step import AskedRows, keyed_bits, run_steps, step_behind
-from jdllm.execution.offload.cached_layer import last_refresh_layer, refresh_layer, reuse_layer
+from jdllm.execution.offload.cached_layer import Keeping, last_refresh_layer, refresh_layer, reuse_layer
 from jdllm.execution.offload.layered import Layering
+from jdllm.execution.paged.selection import USUAL_BLOCK, USUAL_WIDTH, Selection
 from jdllm.execution.transformer import Wanted, embed
 from jdllm.models.block import Hidden, RowInts
 from jdllm.models.config import ModelConfig
@@ -32,8 +33,8 @@ class LayeredCache:
     - `length`: tokens of the sequence, masks included.
     - `call`: compiles and runs the parts.
 
-    It chooses the same tokens as `jdllm.decoding.cached` with the cache "dual". One caller at a time. Its
-    arrays are free once nobody refers to it.
+    It chooses the same tokens as `jdllm.decoding.cached` with the cache "dual", and with selections as with
+    the caches "sparse" and "head_sparse". One caller at a time. Its arrays are free once nobody refers to it.
     """
 
     def __init__(self, params: Params, config: ModelConfig, layering: Layering, length: int, call: Call):
@@ -44,17 +45,21 @@ class LayeredCache:
         self._read = 0
         self._keys = self._no_keys()
         self._done: Array | None = None
+        self._kept: np.int32 | None = None
 
     @property
     def read(self) -> int:
         """How many layers of a refresh have run; 0 where none has begun."""
         return self._read
 
-    def some_layers(self, tokens: Int[np.ndarray, " rows"], layers: int, *, stores: bool) -> Array:
+    def some_layers(
+        self, tokens: Int[np.ndarray, " rows"], layers: int, selection: Selection | None, *, stores: bool
+    ) -> Array:
         """Run so many more layers of a refresh, but not the last one.
 
         Arguments:
         - `tokens`: of the sequence, as many as `layering.rows`.
+        - `selection`: which rows each layer keeps; `None` for all.
         - `stores`: whether the sequence is refreshed; else the step is whole, and nothing is stored.
 
         Returns an array to wait for.
@@ -71,22 +76,24 @@ class LayeredCache:
                 *self._layer(number),
                 self._h,
                 self._length,
+                selection,
                 donate=("h",),
-                config=self._config,
-                chunk=self._layering.chunk,
+                **self._static(selection),
             )
             self._read += 1
             if stores:
                 self._keys.store(stored)
         return done
 
-    def refreshed(self, batch: Batch, wanted: range, *, stores: bool, **static: Any) -> EncodedTrace:
+    def refreshed(
+        self, batch: Batch, wanted: range, selection: Selection | None, *, stores: bool, **static: Any
+    ) -> EncodedTrace:
         """Run the last layer of a refresh, and its step.
 
         Arguments:
         - `batch`: the whole sequence, packed into `layering.rows` rows.
         - `wanted`: the rows that predict what the step may commit.
-        - `stores`: as for the layers before.
+        - `selection`, `stores`: as for the layers before.
         - `static`: the static arguments of a cached step.
         """
         self._keys.wait_for_leaving()
@@ -97,12 +104,13 @@ class LayeredCache:
             self._h,
             self._length,
             first,
-            config=self._config,
-            chunk=self._layering.chunk,
+            selection,
             rows=len(wanted),
+            **self._static(selection),
         )
         if stores:
             self._keys.store(stored)
+            self._kept = None if selection is None else np.int32(selection.keep[0])
         self._h, self._read = None, 0
         return self._call(_refreshed, self._head, batch, rows, first, **static)
 
@@ -123,32 +131,43 @@ class LayeredCache:
                 self._keys.of(number, self._done),
                 np.int32(start),
                 self._length,
+                self._kept,
                 donate=("stored",),
                 config=self._config,
             )
             self._keys.replace(number, stored)
         return self._call(_reused, self._head, batch, h, **static)
 
-    def compile(self, compile: Call, rows: int) -> list[Any]:
+    def compile(self, compile: Call, rows: int, selection: Selection | None = None) -> list[Any]:
         """The executables of its layers.
 
         Arguments:
         - `compile`: `jdllm.compiling.executables.Executables.compile`.
         - `rows`: that a reuse evaluates.
+        - `selection`: of a refresh.
         """
         config, layering = self._config, self._layering
         dtype, zero = dtypes_of(self._params).activations, np.int32(0)
         h, some = (jax.ShapeDtypeStruct((n, config.hidden_size), dtype) for n in (layering.rows, rows))
-        keys = jax.ShapeDtypeStruct((layering.rows, config.num_kv_heads, config.head_dim), dtype)
-        static, found = {"config": config, "chunk": layering.chunk}, []
+        keys = jax.ShapeDtypeStruct((layering.stored, config.num_kv_heads, config.head_dim), dtype)
+        static, found = self._static(selection), []
+        kept = None if selection is None else zero
         for name in dict.fromkeys(name for name, _ in self._layers):
-            whole = self._params[name], zero, h, self._length
+            whole = self._params[name], zero, h, self._length, selection
             found.append(compile(refresh_layer, *whole, donate=("h",), **static))
-            few = self._params[name], zero, some, (keys, keys), zero, self._length
+            few = self._params[name], zero, some, (keys, keys), zero, self._length, kept
             found.append(compile(reuse_layer, *few, donate=("stored",), config=config))
-        last = self._params[self._layers[-1][0]], zero, h, self._length, zero
+        last = self._params[self._layers[-1][0]], zero, h, self._length, zero, selection
         found.append(compile(last_refresh_layer, *last, rows=rows, **static))
         return found
+
+    def _static(self, selection: Selection | None) -> dict[str, Any]:
+        """Static arguments of a layer of a refresh."""
+        static = {"config": self._config, "chunk": self._layering.chunk}
+        if selection is None:
+            return static
+        usual = selection.block_rows[0] <= USUAL_BLOCK and selection.width[0] <= USUAL_WIDTH
+        return {**static, "keeping": Keeping(self._layering.stored, bool(usual))}
 
     @property
     def _head(self) -> Params:

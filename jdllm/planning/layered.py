@@ -1,4 +1,4 @@
-"""What a causal sequence takes that runs layer by layer because its keys do not fit the KV pool.
+"""What a sequence takes that runs layer by layer because its keys do not fit the KV pool.
 
 While a prompt is read, the device holds its residual stream, the keys and values of two layers, one that is
 computed and one that leaves for host memory, and those of the last layers as far as there is room. Behind the
@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jdllm.byte_sizes import format_bytes
+from jdllm.decoding.cache_policies import policy_of
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.offload.layered import SEEN_AT_ONCE, Layering
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import layer_bytes
@@ -27,13 +29,17 @@ CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)
 """Rows of a layer that are computed at a time, the most first: below some thousand the weights are read too
 often."""
 
-CACHES = ("dual",)
+CACHES = ("dual", "sparse", "head_sparse")
 """Cache policies whose requests run so where the KV pool cannot hold them."""
 
 _IN_FLIGHT = 2
 _LEAST_GENERATED = 16
 _BLOCKS = 32 << 20
 """Bytes of scores, where no kernel keeps them in registers, and of small arrays."""
+
+_ORDER_ARRAYS = 8
+"""Arrays of four bytes for each candidate and key-value head, while the rows to keep are chosen: scores,
+their maxima, and what is sorted."""
 
 
 class Layered(NamedTuple):
@@ -43,6 +49,7 @@ class Layered(NamedTuple):
     - `budget`: of device and host.
     - `weights`: bytes of the device, the weights of other models included.
     - `steps`: bytes that steps of others may need, which run between two layers.
+    - `retention`: share of the rows whose keys a refresh keeps, chosen layer by layer; `None` for all rows.
     """
 
     config: ModelConfig
@@ -50,9 +57,12 @@ class Layered(NamedTuple):
     budget: Budget
     weights: int
     steps: int = 0
+    retention: float | None = None
 
     @classmethod
-    def of_account(cls, config: ModelConfig, dtype: str, account: Account) -> "Layered | None":
+    def of_account(
+        cls, config: ModelConfig, dtype: str, account: Account, retention: float | None = None
+    ) -> "Layered | None":
         """That of an engine; `None` where it has no budget, and on several cards.
 
         Steps of others run between the layers of a sequence that denoises. Beside a causal one nothing runs.
@@ -62,7 +72,7 @@ class Layered(NamedTuple):
         budget, weights = account.budget, account.weights + account.verifier
         beside_pool = budget.beside(weights + account.pool_bytes).device
         budget = dataclasses.replace(budget, host=budget.host - account.streamed)
-        return cls(config, dtype, budget, weights, 0 if config.in_order else beside_pool)
+        return cls(config, dtype, budget, weights, 0 if config.in_order else beside_pool, retention)
 
     @property
     def itemsize(self) -> int:
@@ -72,6 +82,10 @@ class Layered(NamedTuple):
         """Bytes of the keys and values of one layer."""
         return 2 * rows * self.config.num_kv_heads * self.config.head_dim * self.itemsize
 
+    def stored_rows(self, rows: int) -> int:
+        """Rows of the arrays for what is kept of so many rows."""
+        return rows if self.retention is None else min(rows, row_bucket(max(1, int(rows * self.retention))))
+
     def fixed(self, temporaries: int, generated: int) -> int:
         """Bytes of the device that do not grow with the prompt."""
         behind = self.config.num_layers * self.keys_bytes(_generated_rows(generated))
@@ -79,17 +93,22 @@ class Layered(NamedTuple):
 
     def reading(self, rows: int, chunk: int, generated: int) -> int:
         """Bytes of the device while a prompt in so many rows is read, and no layer's keys stay."""
-        growing = rows * self.config.hidden_size * self.itemsize + _IN_FLIGHT * self.keys_bytes(rows)
-        return self.fixed(self.temporaries(chunk), generated) + growing
+        stream = rows * self.config.hidden_size * self.itemsize
+        growing = stream + _IN_FLIGHT * self.keys_bytes(self.stored_rows(rows))
+        return self.fixed(self.temporaries(chunk, rows), generated) + growing
 
-    def temporaries(self, chunk: int) -> int:
+    def temporaries(self, chunk: int, rows: int = 0) -> int:
         """Bytes that the executable of a layer needs beside its arguments and results: a copy of the
-        layer's weights, and the rows of a chunk on their way."""
+        layer's weights, and the rows of a chunk on their way. Where a layer keeps some of so many rows, the
+        keys of all of them too, and what chooses among them."""
         config = self.config
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         in_f32 = 2 * (4 * config.head_dim + 2 * config.num_heads)  # rotations, and sums of attention
         widths = 4 * config.hidden_size + heads + in_f32 + 2 * config.intermediate_size
         needed = layer_bytes(config, self.dtype, 0) + chunk * widths * self.itemsize + _BLOCKS
+        if self.retention is not None:
+            scores = 4 * rows * (_ORDER_ARRAYS * config.num_kv_heads + config.num_heads)
+            needed += self.keys_bytes(rows) + scores
         return max(needed, self.steps)
 
     def generating(self, rows: int) -> int:
@@ -125,6 +144,12 @@ class LayeredPlan(NamedTuple):
     streamed_bytes: int
 
 
+def retention_of(sampling: SamplingParams) -> float | None:
+    """The `retention` of `Layered` for requests with these parameters."""
+    policy = policy_of(sampling)
+    return sampling.effective("retention") if policy is not None and policy.scored else None
+
+
 def plan_layered(model: Layered, prompt: int, generated: int) -> LayeredPlan | None:
     """The plan with the largest chunks that fit; `None` where none fits.
 
@@ -156,13 +181,14 @@ def missing(model: Layered, prompt: int, generated: int) -> str:
 
 def _plan(model: Layered, prompt: int, generated: int, chunk: int) -> LayeredPlan | None:
     rows, layers, room = _rows(prompt, chunk), model.config.num_layers, model.budget.device
-    keys = model.keys_bytes(rows)
+    stored = model.stored_rows(rows)
+    keys = model.keys_bytes(stored)
     reading = model.reading(rows, chunk, generated)
     kept = min(layers, (room - reading) // keys)
     away = layers - kept
     if kept < 0 or away * keys > model.budget.host:
         return None
-    behind = model.fixed(model.generating(rows), generated)
+    behind = model.fixed(model.generating(stored), generated)
     whole = behind + layers * keys <= room
     behind += 0 if whole else _IN_FLIGHT * keys
     kept_behind = layers if whole else min(layers, (room - behind) // keys)
@@ -170,10 +196,10 @@ def _plan(model: Layered, prompt: int, generated: int, chunk: int) -> LayeredPla
         return None
     return LayeredPlan(
         prompt=prompt,
-        layering=Layering(rows, chunk, _generated_rows(generated), kept, kept_behind),
+        layering=Layering(rows, chunk, _generated_rows(generated), kept, kept_behind, stored),
         prompt_bytes=reading + kept * keys,
         token_bytes=behind + kept_behind * keys,
-        temporaries=model.temporaries(chunk),
+        temporaries=model.temporaries(chunk, rows),
         host_bytes=away * keys,
         back_bytes=(kept_behind - kept) * keys,
         streamed_bytes=(layers - kept_behind) * keys,

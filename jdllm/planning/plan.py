@@ -66,9 +66,11 @@ class Workload:
         if self.cache_policy not in cache_names():
             known = ", ".join(cache_names())
             raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
-        self._sampling()  # refuses what a generation would refuse
+        _ = self.sampling  # refuses what a generation would refuse
 
-    def _sampling(self) -> SamplingParams:
+    @property
+    def sampling(self) -> SamplingParams:
+        """Parameters of its requests."""
         return SamplingParams(cache=self.cache_policy, retention=self.retention)
 
     @property
@@ -81,7 +83,7 @@ class Workload:
 
     def stored_rows(self, context: int) -> int:
         """Rows of the KV pool that the cache policy keeps of so many tokens at most."""
-        return kept(self._sampling(), context)
+        return kept(self.sampling, context)
 
     def kv_pool_bytes(self, context: int) -> int:
         """Bytes of the keys and values of all layers that the cache policy keeps of so many tokens, in whole

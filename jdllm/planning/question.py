@@ -10,7 +10,7 @@ from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.card import Card
-from jdllm.planning.layered import CACHES, Layered
+from jdllm.planning.layered import CACHES, Layered, retention_of
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.planning.plan import MemoryPlan, Workload, plan_memory
 from jdllm.planning.step_time import step_time
@@ -106,6 +106,8 @@ class StepQuestion:
     def beyond_pool(self, engine: Account) -> Layered | None:
         """What plans of requests need that the pool of an engine cannot hold, and that run layer by layer;
         `None` where no requests with this cache do."""
-        if self.workload.cache_policy not in CACHES:
+        workload = self.workload
+        if workload.cache_policy not in CACHES:
             return None
-        return Layered.of_account(self.workload.config, self.workload.dtype, engine)
+        retention = retention_of(workload.sampling)
+        return Layered.of_account(workload.config, workload.dtype, engine, retention)

@@ -189,7 +189,7 @@ def test_a_plan_of_a_cached_request_names_the_context_that_the_engine_has_to_be_
 def test_the_longest_without_host_memory_moves_no_layer(mib: int, moved: bool):
     """Whether or not the default engine has layers in host memory, and for longer contexts it moves more."""
     device = Device("small" if mib < 100 else "tall", Budget(mib * MIB, 0, 64 * 1024 * MIB), ())
-    workload = workload_of(device, SamplingParams(cache="sparse"))
+    workload = workload_of(device, SamplingParams(cache="prefix"))
     report = make_report(StepQuestion(workload, CARD, device.budget, None, {}))
     alone = make_report(StepQuestion(workload, CARD, Budget(mib * MIB, 0, 0), None, {}))
     account = account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER)
@@ -289,19 +289,20 @@ def test_a_long_exact_step_keeps_all_layers_on_the_device_by_a_small_pool():
 
 
 def test_a_pool_that_is_asked_for_moves_layers():
-    """In 520 MiB all layers leave room for full steps of 16640 tokens, but not for a pool that holds half."""
-    device = Device("tall", Budget(520 * MIB, 0, 64 * 1024 * MIB), ())
-    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="sparse")
-    report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, 16_640, {}))
+    """By default a share of the room is for larger steps of several requests."""
+    device = Device("llada-8b", Budget(16 * 1024 * MIB), ())
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="prefix")
+    report = make_report(StepQuestion(workload_of(device, sampling), CARD, device.budget, 23_872, {}))
     assert set(report.options) == {"max_context", "kv_pool"}
-    assert takes(device, 16_640, sampling, **report.options)
-    assert not takes(device, 16_640, sampling, max_context=16_640)
+    assert takes(device, 23_872, sampling, **report.options)
+    assert not takes(device, 23_872, sampling, max_context=23_872)
 
 
-def test_a_request_with_a_dual_cache_runs_layer_by_layer_where_no_pool_holds_it():
+@pytest.mark.parametrize("cache", ["dual", "head_sparse"])
+def test_a_request_runs_layer_by_layer_where_no_pool_holds_it(cache: str):
     """Options may make room in the pool, on the device. Beyond, keys are in host memory, without options."""
     device = Device("tall", Budget(400 * MIB, 0, 64 * 1024 * MIB), ())
-    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache=cache)  # pyright: ignore[reportArgumentType]
     workload = workload_of(device, sampling)
     longest = make_report(StepQuestion(workload, CARD, device.budget, None, {}))
     assert longest.layered is not None
@@ -314,5 +315,5 @@ def test_a_request_with_a_dual_cache_runs_layer_by_layer_where_no_pool_holds_it(
     assert longest.host_bytes == longest.layered.host_bytes + longest.engine.streamed
     pooled = make_report(StepQuestion(workload, CARD, device.budget, longest.on_device.context, {}))
     assert pooled.layered is None
-    prefix = dataclasses.replace(workload, cache_policy="prefix")
-    assert make_report(StepQuestion(prefix, CARD, device.budget, None, {})).on_device == longest.on_device
+    other = dataclasses.replace(workload, cache_policy="prefix" if cache == "dual" else "sparse")
+    assert make_report(StepQuestion(other, CARD, device.budget, None, {})).on_device == longest.on_device

@@ -1,4 +1,4 @@
-"""Plans of causal prompts that run layer by layer."""
+"""Plans of sequences that run layer by layer."""
 
 import math
 
@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.shapes import CAUSAL_SHAPES
+from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
+from jdllm.decoding.cache_policies import kept as kept_rows
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.weights import param_bytes
 from jdllm.planning.budget import Budget
-from jdllm.planning.layered import Layered, longest_layered, plan_layered
+from jdllm.planning.layered import Layered, longest_layered, plan_layered, retention_of
 
 CONFIG = CAUSAL_SHAPES["llama-3.1-8b"]
 GIB = 2**30
@@ -37,7 +39,8 @@ def test_what_is_alive_fits(memory: float, host: float, prompt: int, generated: 
     plan = plan_layered(asked, prompt, generated)
     if plan is None:
         return
-    rows, chunk, behind, kept, kept_behind = plan.layering
+    rows, chunk, behind, kept, kept_behind, stored = plan.layering
+    assert stored == rows
     assert prompt <= rows
     assert rows % chunk == 0
     assert generated <= behind
@@ -49,6 +52,35 @@ def test_what_is_alive_fits(memory: float, host: float, prompt: int, generated: 
     assert max(plan.prompt_bytes, plan.token_bytes) <= asked.budget.device
     assert plan.host_bytes == (layers - kept) * keys(rows) <= asked.budget.host
     assert kept <= kept_behind <= layers
+    assert plan.back_bytes + plan.streamed_bytes == plan.host_bytes
+
+
+@given(
+    memory=st.floats(17, 60),
+    host=st.floats(0, 64),
+    length=st.integers(1, 1 << 20),
+    retention=st.floats(0.01, 1),
+    cache=st.sampled_from(["sparse", "head_sparse"]),
+)
+def test_a_sparse_cache_keeps_its_share(
+    memory: float, host: float, length: int, retention: float, cache: str
+):
+    """Summed up from arrays: while a layer is computed, keys of all rows; of other layers those it keeps."""
+    sampling = SamplingParams(cache=cache, retention=retention)  # pyright: ignore[reportArgumentType]
+    config = SHAPES["llada-8b"]
+    weights = param_bytes(config, "bfloat16")
+    budget = Budget(int(memory * GIB), host=int(host * GIB))
+    model = Layered(config, "bfloat16", budget, weights, retention=retention_of(sampling))
+    plan = plan_layered(model, length, 0)
+    if plan is None:
+        return
+    row = 2 * config.num_kv_heads * config.head_dim * 2
+    rows, stored, kept = plan.layering.rows, plan.layering.stored, plan.layering.kept
+    assert kept_rows(sampling, length) <= stored <= rows
+    assert plan.temporaries >= rows * row
+    held = rows * config.hidden_size * 2 + (2 + kept) * stored * row + plan.temporaries
+    assert budget.overhead + weights + held <= plan.prompt_bytes <= budget.device
+    assert plan.host_bytes == (config.num_layers - kept) * stored * row <= budget.host
     assert plan.back_bytes + plan.streamed_bytes == plan.host_bytes
 
 

@@ -1,4 +1,4 @@
-"""Requests with a dual cache whose keys do not fit the KV pool: layer by layer, with keys in host memory."""
+"""Requests with a cache whose keys do not fit the KV pool: layer by layer, with keys in host memory."""
 
 import dataclasses
 
@@ -29,16 +29,19 @@ SAMPLINGS = [
     dataclasses.replace(DUAL, transfer="threshold", threshold=0.4, refresh_interval=3),
     dataclasses.replace(DUAL, refresh_delay=1, official_forcing=True),
     dataclasses.replace(DUAL, bad_words=((78,),), logit_bias={7: 3.0}, min_tokens=5, stop_token_ids=(7,)),
+    dataclasses.replace(DUAL, cache="head_sparse"),
+    dataclasses.replace(DUAL, cache="head_sparse", retention=0.6, pool_kernel=17, refresh_interval=3),
+    dataclasses.replace(DUAL, cache="sparse", temperature=0.8, seed=3, logprobs=3),
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.transfer)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: f"{sampling.cache}-{sampling.transfer}")
 @pytest.mark.parametrize("kept", [0, 2, 6])
 @pytest.mark.slow
 def test_tokens_are_those_of_the_pool(
     model: Model, executables: Executables, sampling: SamplingParams, kept: int
 ):
-    request, room = asked(model.config, LENGTH, sampling), layered_of(model, kept)
+    request, room = asked(model.config, LENGTH, sampling), layered_of(model, kept, sampling=sampling)
     plan = plan_layered(room, len(request.tokens), 0)
     assert plan is not None
     assert (plan.layering.rows, plan.layering.chunk, plan.layering.kept) == (ROWS, 512, kept)
@@ -85,21 +88,23 @@ def test_an_aborted_one_leaves_nothing(model: Model, executables: Executables):
         assert len(jax.live_arrays()) <= before + 2
 
 
-def test_what_has_no_room_is_refused(model: Model, executables: Executables):
-    room = layered_of(model, 0)
+@pytest.mark.parametrize("cache", ["dual", "head_sparse"])
+def test_what_has_no_room_is_refused(model: Model, executables: Executables, cache: str):
+    sampling = dataclasses.replace(DUAL, cache=cache)
+    room = layered_of(model, 0, sampling=sampling)
     engine, longest = engine_in(model, room, executables), longest_layered(room, 0)
-    assert longest > PAGES * PAGE_ROWS
-    engine.add(asked(model.config, longest - 32).spec)
+    assert longest > 2 * PAGES * PAGE_ROWS
+    engine.add(asked(model.config, longest - 32, sampling).spec)
     with pytest.raises(RequestError, match="KV pool"):
-        engine.add(asked(model.config, longest - 31).spec)
-    without_host = engine_in(model, layered_of(model, 0, host=1000), executables)
+        engine.add(asked(model.config, longest - 31, sampling).spec)
+    without_host = engine_in(model, layered_of(model, 0, host=1000, sampling=sampling), executables)
     with pytest.raises(RequestError, match="KV pool"):
-        without_host.add(asked(model.config, longest - 32).spec)
+        without_host.add(asked(model.config, longest - 32, sampling).spec)
 
 
 def test_other_caches_keep_to_the_pool(model: Model, executables: Executables):
     engine = engine_in(model, layered_of(model, 0), executables)
-    for options in ({"cache": "prefix"}, {"cache": "head_sparse"}, {"suffix_window": 8}):
+    for options in ({"cache": "prefix"}, {"cache": "prompt"}, {"suffix_window": 8}):
         sampling = dataclasses.replace(DUAL, **options)
         with pytest.raises(RequestError, match="KV pool"):
             engine.add(asked(model.config, LENGTH, sampling).spec)

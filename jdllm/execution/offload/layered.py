@@ -31,6 +31,7 @@ class Layering(NamedTuple):
     - `generated`: rows of the arrays for tokens behind it.
     - `kept`, `kept_behind`: how many of the last layers have their keys and values on the device while the
       prompt is read, and while tokens are generated.
+    - `stored`: rows of these keys and values: all rows, or those that a layer keeps.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class Layering(NamedTuple):
     generated: int
     kept: int
     kept_behind: int
+    stored: int
 
 
 class Generated(NamedTuple):
