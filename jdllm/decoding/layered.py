@@ -13,6 +13,7 @@ from jdllm.decoding.causal import chosen, committing
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.layer_keys import LayerKeys
 from jdllm.decoding.penalty import Penalty
+from jdllm.decoding.single_layers import SingleLayers
 from jdllm.execution.offload.layered import (
     Generated,
     Layering,
@@ -25,7 +26,7 @@ from jdllm.host_memory import to_device
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import device_of, dtypes_of
-from jdllm.models.weights import Params, layer_runs
+from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 
 Call = Callable[..., Any]
@@ -54,7 +55,7 @@ class LayeredSequence:
         call: Call,
     ):
         self._params, self._config, self._layering, self._call = params, config, layering, call
-        self._layers = [(name, i) for name, start, end in layer_runs(config) for i in range(start, end)]
+        self._layers = SingleLayers(params, config)
         self._tokens = np.zeros(layering.rows, np.int32)
         self._tokens[: len(prompt)] = prompt
         self._length = np.int32(len(prompt))
@@ -76,11 +77,11 @@ class LayeredSequence:
         """
         h = self._h
         if h is None:
-            h = self._h = self._call(embed, {"embed": self._params["embed"]}, self._tokens)
+            h = self._h = self._call(embed, self._layers.embedding, self._tokens)
         done = h[0, :1]
         for number in range(self.read, min(self.read + layers, self._config.num_layers - 1)):
             self._keys.wait_for_leaving()
-            stack, place = self._layer(number)
+            stack, place = self._layers[number]
             self._h, stored, done = self._call(
                 prefill_layer, stack, place, self._h, self._length, donate=("h",), **self._static
             )
@@ -98,8 +99,7 @@ class LayeredSequence:
         - `penalty`: of the ids that the prompt holds; `None` without one.
         """
         self._keys.wait_for_leaving()
-        number = self._config.num_layers - 1
-        stack, place = self._layer(number)
+        stack, place = self._layers[-1]
         row, stored = self._call(last_layer, stack, place, self._h, self._length, **self._static)
         self._keys.store(stored)
         self._h, self._tokens = None, self._tokens[:0]
@@ -114,9 +114,9 @@ class LayeredSequence:
             dtype = dtypes_of(self._params).pool
             nothing = _nothing_generated(self._config, self._layering, dtype)
             self._generated = to_device(nothing, device_of(self._params))
-        h = self._call(embed, {"embed": self._params["embed"]}, np.array([token], np.int32))
+        h = self._call(embed, self._layers.embedding, np.array([token], np.int32))
         for number in range(self._config.num_layers):
-            stack, place = self._layer(number)
+            stack, place = self._layers[number]
             h, self._generated, self._done = self._call(
                 generate_layer,
                 stack,
@@ -145,23 +145,18 @@ class LayeredSequence:
         keys = jax.ShapeDtypeStruct((layering.rows, config.num_kv_heads, config.head_dim), dtype)
         behind = jax.eval_shape(lambda: _nothing_generated(config, layering, pool))
         count, found = np.int32(0), []
-        for name in dict.fromkeys(name for name, _ in self._layers):
-            stack = self._params[name]
+        for stack in self._layers.stacks:
             of_prompt = (stack, count, h, self._length)
             found.append(compile(prefill_layer, *of_prompt, donate=("h",), **self._static))
             row = (stack, count, count, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
             arguments = *row, (keys, keys), behind, self._length, count
             found.append(compile(generate_layer, *arguments, donate=("generated",), config=config))
-        found.append(compile(last_layer, self._params[self._layers[-1][0]], *of_prompt[1:], **self._static))
+        found.append(compile(last_layer, self._layers.last_stack, *of_prompt[1:], **self._static))
         return found
 
     @property
     def _static(self) -> dict[str, Any]:
         return {"config": self._config, "chunk": self._layering.chunk}
-
-    def _layer(self, number: int) -> tuple[Any, np.int32]:
-        name, place = self._layers[number]
-        return self._params[name], np.int32(place)
 
     def _choose(
         self,
@@ -171,8 +166,9 @@ class LayeredSequence:
         plain: Int[np.ndarray, ""],
         penalty: Penalty | None,
     ) -> EncodedTrace:
-        weights = {name: x for name, x in self._params.items() if name in ("final_norm", "head", "embed")}
-        return self._call(_token, weights, row, position, segments, plain, penalty, config=self._config)
+        return self._call(
+            _token, self._layers.head, row, position, segments, plain, penalty, config=self._config
+        )
 
 
 def _nothing_generated(config: ModelConfig, layering: Layering, dtype: Any) -> Generated:

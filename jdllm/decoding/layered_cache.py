@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.layer_keys import LayerKeys
+from jdllm.decoding.single_layers import SingleLayers
 from jdllm.decoding.step import AskedRows, keyed_bits, run_steps, step_behind
 from jdllm.execution.offload.cached_layer import Keeping, last_refresh_layer, refresh_layer, reuse_layer
 from jdllm.execution.offload.layered import Layering
@@ -18,7 +19,7 @@ from jdllm.execution.transformer import Wanted, embed
 from jdllm.models.block import Hidden, RowInts
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import dtypes_of
-from jdllm.models.weights import Params, layer_runs
+from jdllm.models.weights import Params
 
 Call = Callable[..., Any]
 """Compiles and runs a function: `jdllm.compiling.executables.Executables.call`."""
@@ -39,7 +40,7 @@ class LayeredCache:
 
     def __init__(self, params: Params, config: ModelConfig, layering: Layering, length: int, call: Call):
         self._params, self._config, self._layering, self._call = params, config, layering, call
-        self._layers = [(name, i) for name, start, end in layer_runs(config) for i in range(start, end)]
+        self._layers = SingleLayers(params, config)
         self._length = np.int32(length)
         self._h: Hidden | None = None
         self._read = 0
@@ -67,13 +68,13 @@ class LayeredCache:
         h = self._h
         if h is None:
             self._keys, self._done = self._no_keys(), None
-            h = self._h = self._call(embed, {"embed": self._params["embed"]}, tokens)
+            h = self._h = self._call(embed, self._layers.embedding, tokens)
         done = h[0, :1]
         for number in range(self._read, min(self._read + layers, self._config.num_layers - 1)):
             self._keys.wait_for_leaving()
             self._h, stored, done = self._call(
                 refresh_layer,
-                *self._layer(number),
+                *self._layers[number],
                 self._h,
                 self._length,
                 selection,
@@ -100,7 +101,7 @@ class LayeredCache:
         first = np.int32(wanted.start)
         rows, stored = self._call(
             last_refresh_layer,
-            *self._layer(self._config.num_layers - 1),
+            *self._layers[-1],
             self._h,
             self._length,
             first,
@@ -112,7 +113,7 @@ class LayeredCache:
             self._keys.store(stored)
             self._kept = None if selection is None else np.int32(selection.keep[0])
         self._h, self._read = None, 0
-        return self._call(_refreshed, self._head, batch, rows, first, **static)
+        return self._call(_refreshed, self._layers.head, batch, rows, first, **static)
 
     def reused(self, batch: Batch, start: int, **static: Any) -> EncodedTrace:
         """Run one step of the rows that are not stored.
@@ -122,11 +123,11 @@ class LayeredCache:
         - `start`: the position of the first.
         - `static`: the static arguments of a cached step.
         """
-        h = self._call(embed, {"embed": self._params["embed"]}, batch.tokens)
+        h = self._call(embed, self._layers.embedding, batch.tokens)
         for number in range(self._config.num_layers):
             h, stored, self._done = self._call(
                 reuse_layer,
-                *self._layer(number),
+                *self._layers[number],
                 h,
                 self._keys.of(number, self._done),
                 np.int32(start),
@@ -136,7 +137,7 @@ class LayeredCache:
                 config=self._config,
             )
             self._keys.replace(number, stored)
-        return self._call(_reused, self._head, batch, h, **static)
+        return self._call(_reused, self._layers.head, batch, h, **static)
 
     def compile(self, compile: Call, rows: int, selection: Selection | None = None) -> list[Any]:
         """The executables of its layers.
@@ -152,12 +153,12 @@ class LayeredCache:
         keys = jax.ShapeDtypeStruct((layering.stored, config.num_kv_heads, config.head_dim), dtype)
         static, found = self._static(selection), []
         kept = None if selection is None else zero
-        for name in dict.fromkeys(name for name, _ in self._layers):
-            whole = self._params[name], zero, h, self._length, selection
+        for stack in self._layers.stacks:
+            whole = stack, zero, h, self._length, selection
             found.append(compile(refresh_layer, *whole, donate=("h",), **static))
-            few = self._params[name], zero, some, (keys, keys), zero, self._length, kept
+            few = stack, zero, some, (keys, keys), zero, self._length, kept
             found.append(compile(reuse_layer, *few, donate=("stored",), config=config))
-        last = self._params[self._layers[-1][0]], zero, h, self._length, zero, selection
+        last = self._layers.last_stack, zero, h, self._length, zero, selection
         found.append(compile(last_refresh_layer, *last, rows=rows, **static))
         return found
 
@@ -168,14 +169,6 @@ class LayeredCache:
             return static
         usual = selection.block_rows[0] <= USUAL_BLOCK and selection.width[0] <= USUAL_WIDTH
         return {**static, "keeping": Keeping(self._layering.stored, bool(usual))}
-
-    @property
-    def _head(self) -> Params:
-        return {name: x for name, x in self._params.items() if name in ("final_norm", "head", "embed")}
-
-    def _layer(self, number: int) -> tuple[Any, np.int32]:
-        name, place = self._layers[number]
-        return self._params[name], np.int32(place)
 
     def _no_keys(self) -> LayerKeys:
         return LayerKeys(self._config.num_layers, self._layering.kept, self._layering.kept_behind)
