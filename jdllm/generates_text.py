@@ -4,6 +4,7 @@ import abc
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from jdllm.serving.modes.registry import mode_of
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import StepUpdate, Update
+from jdllm.structured.grammars import Grammars
 
 Sampling = SamplingParams | Iterable[SamplingParams]
 OnStep = Callable[[StepUpdate], None]
@@ -298,6 +300,11 @@ class GeneratesText(abc.ABC):
         self._warn_of_length(specs_of(asked))
         return asked
 
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        """The forms of answers that were asked for."""
+        return Grammars(self._needs_tokenizer("structure"), self.config)
+
     @property
     def _decode(self) -> Decode | None:
         return None if self.tokenizer is None else self.tokenizer.decode
@@ -313,7 +320,9 @@ class GeneratesText(abc.ABC):
         bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
         sampling = self._spelled(sampling)
         if not isinstance(prompt, LongContext):
-            return mode_of(self.config).spec(prompt, sampling, self.config, self._decode, bos_id)
+            spec = mode_of(self.config).spec(prompt, sampling, self.config, self._decode, bos_id)
+            structure = sampling.structure
+            return spec if structure is None else replace(spec, grammar=self._grammars.compiled(structure))
         return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
 
     def infill_spec(self, token_ids: TokenIds, sampling: SamplingParams) -> RequestSpec:

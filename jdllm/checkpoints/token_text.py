@@ -54,6 +54,11 @@ class TokenText:
         self._known: dict[int, bytes | None] = {}
         self._anchor = None if self._byte_level else self._find_anchor()
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, which give no text."""
+        return frozenset(self._special)
+
     def name(self, index: int) -> str | None:
         """The token of an id as the vocabulary has it, or `None` where the id is not defined."""
         return self._special.get(index) or self._tokenizer.id_to_token(index)

@@ -147,6 +147,11 @@ class Tokenizer:
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of all special tokens, which give no text."""
+        return self._texts.special_ids
+
+    @property
     def chat_template(self) -> str | None:
         """The template of conversations, in Jinja, or `None`."""
         template = self._tokenizer.chat_template

@@ -16,6 +16,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import parameter_helps, parameter_kinds, parameter_names
 from jdllm.engine_options import EngineOptions
 from jdllm.errors import RequestError
+from jdllm.structured.structure import Structure
 
 ServedNames = Annotated[
     list[str] | None,
@@ -153,7 +154,7 @@ def _metavar(kind: Any) -> str:
     leaves = _leaves(kind)
     if Prefilling in leaves:
         return "PRESET|JSON"
-    if _is_mapping(kind):
+    if _is_mapping(kind) or Structure in leaves:
         return "JSON"
     choices = [leaf for leaf in leaves if isinstance(leaf, str)]
     if choices:
@@ -167,7 +168,7 @@ def _value(kind: Any, typed: Any) -> Any:
     leaves = _leaves(kind)
     if Prefilling in leaves and typed.startswith("{"):
         return parsed(typed)
-    if _is_mapping(kind):
+    if _is_mapping(kind) or Structure in leaves:
         return parsed(typed) if typed.startswith("{") else typed
     if isinstance(typed, list):
         return tuple(_value(tuple(leaves), one) for one in typed)

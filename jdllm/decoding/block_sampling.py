@@ -9,6 +9,7 @@ from jdllm.decoding.causal_sampling import (
     check_causal,
     check_no_lossy_speculation,
     check_unpenalised,
+    check_unstructured,
 )
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
@@ -47,6 +48,7 @@ def check_blocks(sampling: SamplingParams) -> None:
             " 'auto': a block model fills blocks"
         )
     check_unpenalised(sampling)
+    check_unstructured(sampling, "and this model fills blocks")
     for name, value, default in changed(sampling, _UNUSED):
         raise RequestError(f"a block model {_UNUSED[name]}: leave {name} at {default!r} (it is {value!r})")
     if sampling.adaptive:
@@ -75,6 +77,7 @@ def check_drafting(sampling: SamplingParams) -> None:
             f" (it is {sampling.temperature!r}), or draw with generation_mode='autoregressive'"
         )
     check_unpenalised(sampling)
+    check_unstructured(sampling, "and this request verifies drafts")
     check_causal(sampling.changed(block_length=None, transfer="schedule"))
 
 

@@ -73,6 +73,7 @@ def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal or block models use is not at its default."""
     check_one_way(sampling)
     check_unpenalised(sampling)
+    check_unstructured(sampling, "and this model denoises")
     why = "is for block models, which verify drafts in blocks of one row"
     check_no_lossy_speculation(sampling, why)
     for name, *_ in changed(sampling, _OF_BLOCKS):
@@ -86,6 +87,16 @@ def check_one_way(sampling: SamplingParams) -> None:
             "generation_mode is for models that generate in several ways (Nemotron-Labs-Diffusion), and this"
             f" model has one: leave generation_mode out (it is {sampling.generation_mode!r})"
         )
+
+
+def check_unstructured(sampling: SamplingParams, why: str) -> None:
+    """Raise `RequestError` where an answer is to have a form.
+
+    Arguments:
+    - `why`: what there is instead of one token after another.
+    """
+    if sampling.structure is not None:
+        raise RequestError(f"structure is for causal models, {why}: leave it out")
 
 
 def check_unpenalised(sampling: SamplingParams) -> None:

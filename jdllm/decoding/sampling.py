@@ -25,6 +25,7 @@ from jdllm.decoding.sampling_checks import FILTERS, check_together, excluded, is
 from jdllm.decoding.sampling_options import taken_apart, with_options
 from jdllm.errors import RequestError
 from jdllm.pallas.listed import LISTED
+from jdllm.structured.structure import StructureLike
 
 Remasking = Literal["low_confidence", "random"]
 Transfer = Annotated[str, OneOf(functools.partial(rule_names, "transfer"))]
@@ -125,6 +126,9 @@ class SamplingParams:
       only where they are among these.
     - `bad_words` (none): words that the answer may not have: one text, or a list of texts and lists of ids. A
       text is banned as it stands and behind a space. Words of several tokens are for causal models.
+    - `structure` (`None`: any): for causal models: the form of the answer: `Structure`, or its field in a
+      mapping: "json_schema", "json_object", "regex", "grammar" or "choice". What ends with "stop" has this
+      form. What ends with "length" is the beginning of a text that has it.
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
@@ -221,6 +225,7 @@ class SamplingParams:
     logit_bias: LogitBias = None
     allowed_token_ids: AllowedIds = None
     bad_words: BadWords = ()
+    structure: StructureLike = None
     logprobs: Annotated[int | None, Field(ge=0, le=LISTED), BeforeValidator(_count)] = None
     temperature: Scale = 0.0
     top_p: Share | None = None
@@ -383,7 +388,7 @@ class SamplingParams:
         """Whether ids are excluded, or their logits changed, beyond what every request has."""
         biased = any((self.logit_bias or {}).values())
         banned = self.allowed_token_ids is not None or bool(self.bad_words)
-        return biased or banned or self.min_tokens > 0
+        return biased or banned or self.min_tokens > 0 or self.structure is not None
 
     @property
     def bans_undefined(self) -> bool:

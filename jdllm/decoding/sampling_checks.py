@@ -41,6 +41,20 @@ _NOT_PREFILLED = {
 """What requests over long contexts have not: each option's default, and why."""
 
 
+_NOT_STRUCTURED = {
+    "cfg_scale": (0.0, "a grammar bans tokens, and guidance mixes the logits of two sequences"),
+    "prefilling": (None, "a grammar follows an answer from its first token"),
+    "stop": ((), "the structure says where the text ends"),
+    "stop_token_ids": ((), "the structure says where the text ends"),
+    "early_stop": (True, "the structure says where the text ends"),
+    "min_tokens": (0, "the structure says where the text ends"),
+    "logits_eos_inf": (False, "the text has to end"),
+    "allowed_token_ids": (None, "the structure says which tokens may follow"),
+    "bad_words": ((), "the structure says which tokens may follow"),
+}
+"""What requests with a structure have not: each option's default, and why."""
+
+
 def check_together(sampling: "SamplingParams") -> None:
     """Raise `RequestError` for parameters that have no effect together, or that exclude each other."""
     _check_effect(sampling)
@@ -49,6 +63,7 @@ def check_together(sampling: "SamplingParams") -> None:
     _check_adaptive(sampling)
     _check_order(sampling)
     _check_editing(sampling)
+    _check_structure(sampling)
 
 
 def without_effect(fields: Mapping[str, Any]) -> list[str]:
@@ -159,3 +174,12 @@ def _check_editing(sampling: "SamplingParams") -> None:
             raise RequestError("penalty_lambda is for blocks that are edited: it needs an editing_threshold")
     elif sampling.stop_in_block:
         raise RequestError("a token may change until its block is finished: leave stop_in_block out")
+
+
+def _check_structure(sampling: "SamplingParams") -> None:
+    for name, (default, why) in _NOT_STRUCTURED.items() if sampling.structure else ():
+        value = getattr(sampling, name)
+        if value != default:
+            raise RequestError(
+                f"structure does not go with {name}: {why}; leave {name} at {default!r} (it is {value!r})"
+            )

@@ -13,9 +13,11 @@ from jdllm.serving.request import Request
 
 
 def told_by_table(request: Request) -> bool:
-    """Whether a table says how many tokens each step of the request commits, whatever the model finds."""
+    """Whether a table says how many tokens each step of the request commits, and nothing that its next step
+    needs depends on which tokens these are."""
     segment, edits = request.spec.segment, request.sampling.editing_threshold is not None
-    return bool(segment["rule"] == number_of(QUOTA) and not segment["pooled"] and not edits)
+    told = segment["rule"] == number_of(QUOTA) and not segment["pooled"] and not edits
+    return bool(told and request.matcher is None)
 
 
 def later(request: Request, launch: Launch, index: int) -> Request | None:

@@ -15,6 +15,7 @@ from jdllm.serving.background import Background
 from jdllm.serving.demands import CHEAP, Demand, Kind, Part
 from jdllm.serving.entries import COUNTED, Entries, Entry, Updates, state_of
 from jdllm.serving.flight import Flight
+from jdllm.serving.matched import prepared
 from jdllm.serving.mode import EngineParts, Mode
 from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
@@ -289,9 +290,9 @@ class Engine:
         for state in [self.entries.begin(request, running) for request in admitted]:
             if self._in_pool(state):
                 self.pool.admit(state)
-        busy, ready = self._flight.ids, dict(demands)
-        failed: list[Update] = []
-        for request in [self.entries[i] for i in self.scheduler.running if i not in busy]:
+        busy, ready, failed = self._flight.ids, dict(demands), list[Update]()
+        rest = [self.entries[i] for i in self.scheduler.running if i not in busy]
+        for request in rest if self.scheduler.limits.in_step else prepared(rest, others=bool(busy)):
             try:
                 ready[request.id] = self.parts.costs.demand(request)
             except Exception as error:

@@ -17,6 +17,7 @@ from jdllm.models.visibility import key_ranges
 from jdllm.pallas.masked_logits import ANY, RowControl
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.ladder import Entry
+from jdllm.serving.matched import followed
 from jdllm.serving.request import Request
 from jdllm.serving.rule_states import packed_states
 from jdllm.serving.spec import RequestSpec, generation_spec
@@ -138,10 +139,11 @@ def controlled(requests: Sequence[Request]) -> bool:
 
 
 def _placed(control: RowControl | None, requests: Sequence[Request]) -> RowControl | None:
-    """The controls of requests as they stand: positions are counted in their sequences, and words end behind
-    their known tokens."""
+    """The controls of requests as they stand: positions are counted in their sequences, words end behind
+    their known tokens, and answers of a given form go on as they may."""
     if control is None:
         return None
+    control = followed(control, requests)
     begins = [int(r.positions(np.array(r.returned.start))) if r.sampling.min_tokens else 0 for r in requests]
     until, words = np.asarray(control.until), control.words
     control = control._replace(until=until + padded(np.array(begins, np.int32), len(until)))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from jdllm.serving.progress import Awaited, Progress
 from jdllm.serving.spec import Block, RequestSpec
 from jdllm.serving.stop_strings import StopStrings
 from jdllm.serving.timings import Timings
+
+if TYPE_CHECKING:
+    from jdllm.structured.matching import Matcher
 
 
 class Request:
@@ -45,6 +48,7 @@ class Request:
     - `acceptance`: the part of its transfer rule that runs on the device, `None` where another model decides;
       `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or
       `[length]`.
+    - `matcher`: follows an answer of a given form, `None` for other requests.
     - `post_left`: how many more steps the current block may take without a mask, 0 where nothing is edited;
       `edits`: how many committed tokens were replaced.
     - `created`, `ready`, `started`, `committed`, `ended`: seconds of `time.perf_counter` at which it arrived,
@@ -60,6 +64,7 @@ class Request:
     prefilled: Prefilled | None = None
     prepared = True
     awaited: Awaited | None = None
+    matcher: "Matcher | None" = None
     post_left = edits = 0
 
     def __init__(self, spec: RequestSpec, id: int = 0):

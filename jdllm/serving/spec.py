@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from jdllm.decoding.schedule import StepTable, block_steps
 from jdllm.decoding.transfer.rule import Acceptance
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from jdllm.structured.matching import Grammar
 
 
 class Block(NamedTuple):
@@ -43,6 +46,7 @@ class RequestSpec:
     - `mask_id`, `shifted`: of the model: its mask, and whether its logits are shifted.
     - `stop_ids`: ids that end the text; `decode`: ids to text, for the stop strings of `sampling`.
     - `segment`: what the steps need to know of `sampling`, one entry of the arrays of a batch.
+    - `grammar`: the form of the answer, compiled, where `sampling` has a `structure`.
     """
 
     prompt: np.ndarray
@@ -55,6 +59,7 @@ class RequestSpec:
     stop_ids: tuple[int, ...]
     decode: Decode | None
     segment: Mapping[str, Any]
+    grammar: "Grammar | None" = dataclasses.field(default=None, kw_only=True)
 
     @property
     def cached(self) -> bool:

@@ -115,8 +115,11 @@ class CausalRunner:
         return self._launch(chosen, asked, counts, stored_rows)
 
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
-        """Pack up to `max_steps` tokens of each request."""
+        """Pack up to `max_steps` tokens of each request; one where an answer has a given form, whose grammar
+        the host follows."""
         asked = of_class(CausalRequest, requests)
+        matched = any(request.matcher is not None for request in asked)
+        max_steps = 1 if matched else max_steps
         apart = any(evaluated_apart(request.sampling) for request in asked)
         kind = apart, penalised(asked), controlled(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[kind[0]]
@@ -141,8 +144,8 @@ class CausalRunner:
             return trace
 
         launch = self._launch(chosen, asked, counts, [None] * len(asked))._replace(run=run, steps=steps)
-        # The host packs what is known of a sequence for penalties and for words of several tokens.
-        known = penalised(asked) or has_words(chosen.batch.sequences.segments)
+        # The host packs what is known of a sequence for penalties, for words of several tokens and grammars.
+        known = penalised(asked) or has_words(chosen.batch.sequences.segments) or matched
         return launch if known else launch._replace(left_at=np.argsort(chosen.batch.order).tolist())
 
     def _launch(
