@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from jdllm.api.answers import STREAMED, chat_logprobs, prefilled, sampled
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
-from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
+from jdllm.api.generation import Shape, answer, asked_of, naming_form, openai_options, pieces_of
 from jdllm.api.protocol import ChatMessage, ChatRequest
 from jdllm.api.service import Service
 from jdllm.checkpoints.conversation import Rendering
@@ -63,7 +63,8 @@ def _asked(service: Service, body: ChatRequest) -> list[AskedPrompt]:
     else:
         conversation = _conversation(body.messages)
         prompt = read_conversation(conversation, service.tokenizer, body.context, body.rendering)
-    return asked_of(service, [prompt], service.sampling(body, **options))
+    with naming_form(body):
+        return asked_of(service, [prompt], service.sampling(body, **options))
 
 
 def _shape(service: Service, body: ChatRequest, asked: list[AskedPrompt]) -> Shape:

@@ -21,7 +21,7 @@ from jdllm.api.answers import (
 )
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
-from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
+from jdllm.api.generation import Shape, answer, asked_of, naming_form, openai_options, pieces_of
 from jdllm.api.protocol import CompletionRequest
 from jdllm.api.running import call_id
 from jdllm.api.service import Service
@@ -92,13 +92,16 @@ def _behind(service: Service, body: CompletionRequest) -> list[AskedPrompt]:
     options = openai_options(body, logprobs=body.logprobs)
     if body.max_tokens == 0:  # nothing of this is generated
         options["max_tokens"] = 1
-    return asked_of(service, _prompts(service, body), service.sampling(body, **options))
+    prompts = _prompts(service, body)
+    with naming_form(body):
+        return asked_of(service, prompts, service.sampling(body, **options))
 
 
 def _between(service: Service, body: CompletionRequest) -> list[AskedPrompt]:
     """Masks between each prompt and the suffix; only these are the answer."""
     options = openai_options(body, logprobs=body.logprobs)
-    sampling = service.sampling_of_masks(body, **options)
+    with naming_form(body):
+        sampling = service.sampling_of_masks(body, **options)
     masks = sampling.max_tokens or sampling.gen_length
     config = service.llm.config
     suffix = service.encode(body.suffix or "", parse_special=body.parse_special, begins=False)
@@ -111,7 +114,8 @@ def _between(service: Service, body: CompletionRequest) -> list[AskedPrompt]:
         spec = service.llm.infill_spec([*ids, *[mask_id_of(config)] * masks, *suffix], one)
         return dataclasses.replace(spec, returned=slice(len(ids), len(ids) + masks))
 
-    return ask(prompts, [sampling] * len(prompts), make)
+    with naming_form(body):
+        return ask(prompts, [sampling] * len(prompts), make)
 
 
 def _shape(service: Service, body: CompletionRequest, asked: Sequence[AskedPrompt]) -> Shape:

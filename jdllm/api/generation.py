@@ -1,6 +1,7 @@
 """What completions and chat have in common: a call from its prompts, its answer and its stream."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -19,17 +20,22 @@ from jdllm.api.answers import (
     way_of,
 )
 from jdllm.api.denoise_stream import denoise_events
-from jdllm.api.errors import ApiError
+from jdllm.api.errors import ApiError, bad_request
+from jdllm.api.formats import Form
 from jdllm.api.protocol import OpenAIFields, StreamOptions
 from jdllm.api.running import Running
 from jdllm.api.service import Service
 from jdllm.api.text_stream import TextStream
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import AskedPrompt, Prompt, ask, specs_of
 from jdllm.serving.engine import Updates
 from jdllm.serving.long.request import LongContext
 from jdllm.serving.updates import StepUpdate, Update
+
+_STRUCTURE = "structure "
+"""Errors that concern it begin so."""
 
 
 class Shape(NamedTuple):
@@ -69,7 +75,30 @@ def openai_options(body: OpenAIFields, *, logprobs: int | None) -> dict[str, Any
     options: dict[str, Any] = {"logprobs": logprobs}
     if body.ignore_eos:
         options["early_stop"] = False
+    if (form := form_of(body)) is not None:
+        options["structure"] = form.structure
     return options
+
+
+def form_of(body: OpenAIFields) -> Form | None:
+    """The form that an answer is to have, `None` where it may have any; raises `ApiError` for two of them."""
+    forms = [*body.forms, *([] if body.structure is None else [Form("structure", {})])]
+    if len(forms) > 1:
+        names = " and ".join(form.field for form in forms)
+        raise bad_request(f"{names} say what form the answer has: give one of them", forms[0].field)
+    return forms[0] if body.forms else None
+
+
+@contextlib.contextmanager
+def naming_form(body: OpenAIFields) -> Iterator[None]:
+    """Let errors that concern the form of the answer name the field of the request that asks for it."""
+    try:
+        yield
+    except RequestError as error:
+        form, message = form_of(body), str(error)
+        if form is None or not message.startswith(_STRUCTURE):
+            raise
+        raise bad_request(f"{form.field} {message.removeprefix(_STRUCTURE)}", form.field) from None
 
 
 async def answer(

@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from jdllm.api.fields import Fields, PassedOver, nothing, only
+from jdllm.api.formats import FormFields
 from jdllm.checkpoints.conversation import SILENT, TEXT_PARTS, Rendering
 from jdllm.decoding.kinds import LONGEST
 from jdllm.decoding.sampling import SamplingParams, none_at
@@ -64,14 +65,9 @@ if TYPE_CHECKING:
         steps: int | None
         block_length: int | None
         early_stop: bool | None
+        structure: Any
 else:
     SamplingFields = create_model("SamplingFields", __base__=Fields, **_sampling_fields())
-
-
-class TextFormat(Fields):
-    """The only format of answers: text."""
-
-    type: Literal["text"]
 
 
 class StreamOptions(Fields):
@@ -129,7 +125,7 @@ class Asking(SamplingFields):
     ] = None
 
 
-class OpenAIFields(Asking):
+class OpenAIFields(FormFields, Asking):
     """Fields of OpenAI's and vLLM's that have one neutral value here, or no effect."""
 
     stream_options: StreamOptions | None = None
@@ -157,7 +153,6 @@ class OpenAIFields(Asking):
     skip_special_tokens: Annotated[
         bool | None, only(True, why="texts are without special tokens; token_ids of completions have them")
     ] = None
-    response_format: TextFormat | None = None
     tools: Annotated[Any, nothing("no tools")] = None
     tool_choice: Annotated[Any, only("auto", "none", why="there are no tools")] = None
     functions: Annotated[Any, nothing("no functions")] = None
@@ -330,6 +325,8 @@ class ScoreRequest(Fields):
         None
     )
     parse_special: bool | None = None
+    structure: Annotated[Any, nothing("given texts are scored, whatever form they have")] = None
+    response_format: Annotated[Any, nothing("given texts are scored, whatever form they have")] = None
 
 
 class TokenizeRequest(TemplateFields):

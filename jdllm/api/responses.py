@@ -12,7 +12,8 @@ from jdllm.api.answers import STREAMED, event, usage_of
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.chat import encode_chat
 from jdllm.api.errors import RESPONSES, ApiError, bad_request
-from jdllm.api.generation import asked_of, openai_options, streamed
+from jdllm.api.fields import Fields
+from jdllm.api.generation import asked_of, naming_form, openai_options, streamed
 from jdllm.api.responses_protocol import ResponsesRequest
 from jdllm.api.running import Running, call_id
 from jdllm.api.service import Service
@@ -61,7 +62,8 @@ def _asked(service: Service, body: ResponsesRequest) -> AskedPrompt:
     if body.max_output_tokens is not None:
         options["max_tokens"] = body.max_output_tokens
     prompt = Prompt(*encode_chat(service, body.messages, Rendering()))
-    (asked,) = asked_of(service, [prompt], service.sampling(body, **options))
+    with naming_form(body):
+        (asked,) = asked_of(service, [prompt], service.sampling(body, **options))
     return asked
 
 
@@ -102,7 +104,7 @@ class _Answer:
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format_of(body)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [],
             "top_logprobs": 0,
@@ -151,6 +153,14 @@ class _Answer:
     def _response(self, status: str, output: list[Any], **further: Any) -> dict[str, Any]:
         nothing = {"error": None, "incomplete_details": None, "usage": None}
         return self._constant | {"status": status, "output": output} | nothing | further
+
+
+def _format_of(body: ResponsesRequest) -> dict[str, Any]:
+    """The format of the text, as it was asked for."""
+    asked = body.text and body.text.format
+    if isinstance(asked, Fields):
+        return asked.model_dump()
+    return {"type": "text"} if asked is None else dict(asked)
 
 
 def _status_of(output: RequestOutput) -> str:

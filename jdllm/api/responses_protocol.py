@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jdllm.api.protocol import MAX_LISTED, ChatMessage, OpenAIFields, TextFormat
+from jdllm.api.formats import FlatSchemaFormat, Form, JsonObjectFormat, TextFormat, of_format
+from jdllm.api.protocol import MAX_LISTED, ChatMessage, OpenAIFields
 from jdllm.decoding.kinds import LONGEST
 from jdllm.decoding.sampling import none_at
 
@@ -27,7 +28,7 @@ class ResponseText(BaseModel):
     """How the answer's text is written."""
 
     model_config = _PASSED_OVER
-    format: TextFormat | None = None
+    format: TextFormat | JsonObjectFormat | FlatSchemaFormat | None = None
 
 
 class ResponsesRequest(OpenAIFields):
@@ -54,6 +55,10 @@ class ResponsesRequest(OpenAIFields):
     ] = None
     background: Literal[False] | None = None
     max_tool_calls: int | None = None
+
+    @property
+    def forms(self) -> list[Form]:
+        return super().forms + of_format("text", self.text and self.text.format)
 
     @property
     def messages(self) -> list[ChatMessage]:
