@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jdllm.serving.async_engine import AsyncEngine
     from jdllm.serving.spec import generation_spec, infill_spec
     from jdllm.serving.updates import Ended, StepUpdate
+    from jdllm.structured.structure import Structure
 
 __version__ = "0.2.0"
 
@@ -51,6 +52,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StepUpdate",
+    "Structure",
     "Transformer",
     "Workload",
     "__version__",
@@ -83,6 +85,7 @@ _MODULES = {
     "AsyncEngine": "jdllm.serving.async_engine",
     "Ended": "jdllm.serving.updates",
     "StepUpdate": "jdllm.serving.updates",
+    "Structure": "jdllm.structured.structure",
     "config_from_hf": "jdllm.models.hf_config",
     "generation_spec": "jdllm.serving.spec",
     "infill_spec": "jdllm.serving.spec",

@@ -23,6 +23,7 @@ GUIDES = [
     ROOT / "README.md",  # first: it installs the package
     *(ROOT / "docs" / f"{name}.md" for name in ("install", "library", "commands", "memory", "models")),
     *(ROOT / "docs" / f"{name}.md" for name in ("samplers", "caching", "prefilling", "blocks", "causal")),
+    ROOT / "docs" / "structured.md",
 ]
 """Pages of which every block runs, unless a comment says why it does not."""
 

@@ -18,6 +18,7 @@ from jdllm.cli.options import in_option_words
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import parameter_kinds
 from jdllm.outputs import RequestOutput
+from jdllm.structured.structure import Structure
 from tests.cli.helpers import IDS, LLADA, UseModel, as_arguments, assert_mistake
 from tests.helpers import Golden
 
@@ -125,9 +126,20 @@ def test_controls_of_logits(use_model: UseModel, tmp_path: Path):
     ]
 
 
+def test_the_form_of_an_answer(use_model: UseModel, tmp_path: Path):
+    listener = Listener()
+    use_model(listener)
+    typed = ["--structure", '{"json_schema": {"type": "integer"}}']
+    CliRunner().invoke(app, ["generate", "--model", str(stating(tmp_path, LLAMA)), *IDS, *typed])
+    assert listener.asked == [SamplingParams(structure=Structure(json_schema={"type": "integer"}))]
+
+
 @pytest.mark.parametrize(
     ("model", "option", "value", "message"),
     [
+        (LLAMA, "--structure", "yes", "is 'yes', expected Structure, or its field in a mapping"),
+        (LLAMA, "--structure", '{"regex": 5}', "has a wrong field: regex is 5, expected"),
+        (LLADA, "--structure", '{"choice": ["yes"]}', "is for causal models, and this model denoises"),
         (LLADA, "--logit-bias", "5", "is '5', expected token ids with numbers from -100 to 100"),
         (LLADA, "--allowed-token-ids", "x", "is 'x', expected an integer from 0 to"),
         (LLADA, "--gen-length", "0", "is 0, expected"),
