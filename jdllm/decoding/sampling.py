@@ -204,8 +204,8 @@ class SamplingParams:
       after them, too.
     - Causal models also take `gen_length`, `max_tokens`, `early_stop`, `stop`, `stop_token_ids`, `n`,
       `logprobs`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `logits_eos_inf`, `undefined_tokens`,
-      `structure`, `priority` and `return_history`. All other fields are for denoising: a request that changes one is
-      refused.
+      `structure`, `priority` and `return_history`. All other fields are for denoising: a request that changes
+      one is refused.
     """
 
     max_tokens: Annotated[Length | None, none_at(-1)] = None
