@@ -245,7 +245,8 @@ TIGHT = [("llada-8b", 16), ("llada-8b", 17.5), ("dream-7b", 15.5), ("causal", 15
 @pytest.mark.parametrize(("name", "gib"), TIGHT)
 def test_a_default_engine_has_room_for_a_usual_context(name: str, gib: float):
     """The weights fit, and leave less room than a sequence of 4096 tokens takes: some layers move."""
-    sampling = SamplingParams(gen_length=GEN_LENGTH, **({} if name == "causal" else {"cache": "prefix"}))
+    options: dict[str, Any] = {} if name == "causal" else {"cache": "prefix"}
+    sampling = SamplingParams(gen_length=GEN_LENGTH, **options)
     alone = Device(name, Budget(int(gib * 1024) * MIB, host=0), ())
     tight = alone._replace(budget=Budget(int(gib * 1024) * MIB))
     whole, moved = account_of(alone), account_of(tight)
