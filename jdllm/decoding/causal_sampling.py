@@ -29,6 +29,8 @@ _OF_DENOISING = {
 """Fields that only denoising uses, and why a causal model does not. Parameters of a rule or a cache are
 refused with it: without it they cannot be set."""
 
+_NOT_AT_FRONTIER = ("transfer", "alg", "remasking", "confidence_eos_eot_inf", "prompt_masks")
+
 _OF_BLOCKS = ("stop_in_block", "small_block_length", "editing_threshold")
 
 _DEFAULTS = SamplingParams()
@@ -73,7 +75,7 @@ def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal or block models use is not at its default."""
     check_one_way(sampling)
     check_unpenalised(sampling)
-    check_unstructured(sampling, "and this model denoises")
+    check_frontier(sampling)
     why = "is for block models, which verify drafts in blocks of one row"
     check_no_lossy_speculation(sampling, why)
     for name, *_ in changed(sampling, _OF_BLOCKS):
@@ -96,7 +98,24 @@ def check_unstructured(sampling: SamplingParams, why: str) -> None:
     - `why`: what there is instead of one token after another.
     """
     if sampling.structure is not None:
-        raise RequestError(f"structure is for causal models, {why}: leave it out")
+        raise RequestError(f"structure is for answers, {why}: leave it out")
+
+
+def check_frontier(sampling: SamplingParams) -> None:
+    """Raise `RequestError` where an answer is to have a form, and its tokens are not to be committed one by
+    one from left to right."""
+    if sampling.structure is None:
+        return
+    for name, value, default in changed(sampling, _NOT_AT_FRONTIER):
+        raise RequestError(
+            f"structure commits one token after another, from the left: leave {name} at {default!r}"
+            f" (it is {value!r})"
+        )
+    if sampling.steps not in (None, sampling.gen_length):
+        raise RequestError(
+            f"structure commits one token in each step: leave steps out (it is {sampling.steps}, for"
+            f" {sampling.gen_length} tokens)"
+        )
 
 
 def check_unpenalised(sampling: SamplingParams) -> None:

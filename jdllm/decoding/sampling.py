@@ -126,9 +126,10 @@ class SamplingParams:
       only where they are among these.
     - `bad_words` (none): words that the answer may not have: one text, or a list of texts and lists of ids. A
       text is banned as it stands and behind a space. Words of several tokens are for causal models.
-    - `structure` (`None`: any): for causal models: the form of the answer: `Structure`, or its field in a
-      mapping: "json_schema", "json_object", "regex", "grammar" or "choice". What ends with "stop" has this
-      form. What ends with "length" is the beginning of a text that has it.
+    - `structure` (`None`: any): the form of the answer: `Structure`, or its field in a mapping:
+      "json_schema", "json_object", "regex", "grammar" or "choice". What ends with "stop" has this form. What
+      ends with "length" is the beginning of a text that has it. A model that denoises then commits one token
+      in each step, from left to right. Block models have no forms.
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`

@@ -8,7 +8,7 @@ import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.cache_policies import kept, policy_of
-from jdllm.decoding.causal_sampling import check_denoising
+from jdllm.decoding.causal_sampling import check_denoising, check_unstructured
 from jdllm.decoding.rules import adaptive_row, rule_of, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, block_steps
@@ -124,6 +124,14 @@ class RequestSpec:
         return kept(self.sampling, len(self.evaluated(self.blocks[-1])))
 
 
+class FrontierSpec(RequestSpec):
+    """What a request asks whose answer has a form: each step commits the first mask of the answer."""
+
+    @property
+    def in_order(self) -> bool:
+        return True
+
+
 def generation_spec(
     prompt: Sequence[int] | np.ndarray,
     sampling: SamplingParams,
@@ -186,6 +194,7 @@ def infill_spec(
         )
     if sampling.stop or sampling.stop_token_ids:
         raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
+    check_unstructured(sampling, "which end where their form says so; a sequence to infill has no end")
     if sampling.min_tokens:
         raise RequestError("a sequence to infill has no end to put off: leave min_tokens out")
     tokens = checked_ids(tokens, config)
@@ -221,7 +230,7 @@ def _spec(
     tokens.setflags(write=False)
     segment = (adaptive_row if sampling.adaptive else segment_row)(sampling, config)
     mask_id = mask_id_of(config)
-    return RequestSpec(
+    return (RequestSpec if sampling.structure is None else FrontierSpec)(
         prompt,
         tokens,
         tuple(blocks),

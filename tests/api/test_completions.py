@@ -264,7 +264,7 @@ WRONG = {
     "wrong type": ({"max_tokens": "5"}, "max_tokens"),
     "out of bounds": ({"temperature": -1}, "temperature"),
     "penalty": ({"presence_penalty": 0.5}, "presence_penalty"),
-    "format": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "format": ({"response_format": {"type": "xml"}}, "response_format"),
     "best_of": ({"best_of": 3}, "best_of"),
     "without effect": ({"threshold": 0.5}, "threshold"),
     "too many steps": ({"steps": 4096}, "steps"),

@@ -14,7 +14,6 @@ from jdllm.structured.structure import Structure
 from tests.api.sse import events
 from tests.api.words_server import served
 from tests.conftest import BUDGET, KV_POOL
-from tests.helpers import slow
 from tests.structured.writing import SUM, SUMS, write_writing
 
 SCHEMA = {
@@ -154,13 +153,21 @@ def test_a_mistake_names_its_field(writer: TestClient, case: str):
         assert error["param"] == param
 
 
-@pytest.mark.parametrize("field", ["response_format", slow("structure")])
-def test_a_model_that_denoises_says_so(client: TestClient, field: str):
-    asked = {"response_format": {"type": "json_object"}, "structure": {"json_object": True}}[field]
-    answer = client.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 8, field: asked})
+def test_a_model_that_denoises(client: TestClient):
+    """The server's own defaults have no effect on the order of tokens."""
+    format = {"type": "json_schema", "json_schema": NAMED}
+    body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 48, "response_format": format}
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert is_answer(choice["message"]["content"])
+
+
+def test_what_stands_between_two_texts_has_no_form(client: TestClient):
+    body = {"prompt": "1+1=", "suffix": "!", "max_tokens": 8, "response_format": {"type": "json_object"}}
+    answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == field
-    assert answer.json()["error"]["message"].startswith(f"{field} is for causal models")
+    assert answer.json()["error"]["param"] == "response_format"
+    assert answer.json()["error"]["message"].startswith("response_format is for answers, ")
 
 
 def test_scores_have_no_form(client: TestClient):

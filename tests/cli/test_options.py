@@ -139,7 +139,6 @@ def test_the_form_of_an_answer(use_model: UseModel, tmp_path: Path):
     [
         (LLAMA, "--structure", "yes", "is 'yes', expected Structure, or its field in a mapping"),
         (LLAMA, "--structure", '{"regex": 5}', "has a wrong field: regex is 5, expected"),
-        (LLADA, "--structure", '{"choice": ["yes"]}', "is for causal models, and this model denoises"),
         (LLADA, "--logit-bias", "5", "is '5', expected token ids with numbers from -100 to 100"),
         (LLADA, "--allowed-token-ids", "x", "is 'x', expected an integer from 0 to"),
         (LLADA, "--gen-length", "0", "is 0, expected"),

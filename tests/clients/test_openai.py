@@ -3,8 +3,10 @@
 import asyncio
 import math
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import openai  # pyright: ignore[reportMissingImports]
+import pydantic
 import pytest
 
 from tests.clients.servers import LONG, MODEL, ROWS, Server, Starter
@@ -245,7 +247,12 @@ def test_bad_requests(client: openai.OpenAI, fields, param, code):
     "fields",
     [
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": {"uniqueItems": True}},
+            }
+        },
     ],
 )
 def test_what_no_such_model_does_is_named(client: openai.OpenAI, fields):
@@ -253,6 +260,23 @@ def test_what_no_such_model_does_is_named(client: openai.OpenAI, fields):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**asked | fields)
     assert caught.value.param == next(iter(fields))
+
+
+class Form(pydantic.BaseModel):
+    """A form for an answer."""
+
+    digits: Literal[1, 2, 3]
+    right: bool
+
+
+def test_answers_are_parsed(client: openai.OpenAI):
+    messages: Any = [{"role": "user", "content": "1+1="}]
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=messages, response_format=Form, max_tokens=40, seed=1
+    )
+    assert isinstance(answer.choices[0].message.parsed, Form)
+    response = client.responses.parse(model=MODEL, input="1+1=", text_format=Form, max_output_tokens=40)
+    assert isinstance(response.output_parsed, Form)
 
 
 def test_what_is_not_there(client: openai.OpenAI):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-import re
 import time
 from collections.abc import Iterable
 from typing import Any, cast
@@ -18,38 +17,10 @@ from jdllm.serving.updates import Ended
 from jdllm.structured.matching import Grammar, Mask, Matcher
 from jdllm.structured.structure import Structure
 from tests.api.conftest import existing
-from tests.structured.writing import PATTERNS, SUM, SUMS, allows, draw_schema
+from tests.structured.writing import asking, draw_structure, has_form
 
 PROMPT = "An answer: "
 DRAWN = {"temperature": 1.0, "max_tokens": 48}
-
-
-def has_form(structure: dict[str, Any], text: str) -> bool:
-    match structure:
-        case {"regex": pattern}:
-            return re.fullmatch(pattern, text) is not None
-        case {"grammar": _}:
-            return SUM.fullmatch(text) is not None
-        case {"choice": texts}:
-            return text in texts
-        case {"json_schema": schema}:
-            return allows(schema, json.loads(text))
-    return isinstance(json.loads(text), dict)
-
-
-def asking(structure: dict[str, Any], **own: Any) -> SamplingParams:
-    return SamplingParams(structure=Structure(**structure), **own)
-
-
-def draw_structure(draw: random.Random) -> dict[str, Any]:
-    match draw.choice(["json_schema"] * 4 + ["regex", "grammar", "choice"]):
-        case "json_schema":
-            return {"json_schema": draw_schema(draw)}
-        case "regex":
-            return {"regex": draw.choice(PATTERNS)}
-        case "grammar":
-            return {"grammar": SUMS}
-    return {"choice": draw.sample(["yes", "no", "nope", "é→", 'a "b"\\', "line\nbreak"], draw.randint(1, 4))}
 
 
 def check(llm: LLM, draws: int, first: int) -> int:

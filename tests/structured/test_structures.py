@@ -159,11 +159,11 @@ def test_masks_against_all_strings(llm: LLM):
 
 def test_the_end_of_a_text_has_several_ids(llm: LLM):
     assert llm.tokenizer is not None
-    config = dataclasses.replace(llm.config, more_eos_ids=(7,), eot_id=501)
+    config = dataclasses.replace(llm.config, more_eos_ids=(7,), eot_id=502)
     matcher = Grammars(llm.tokenizer, config).compiled(Structure(regex="\x07?a")).matcher()
     assert ids(matcher.allowed()) == {ord("a")}  # id 7 would be the byte 7
     matcher.take([ord("a")])
-    assert ids(matcher.allowed()) == {7, EOS, 501}
+    assert ids(matcher.allowed()) == {7, EOS, 502}
 
 
 def test_grammars_are_kept(llm: LLM):

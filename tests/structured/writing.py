@@ -10,18 +10,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.structured.structure import Structure
 from tests.helpers import Golden
 
-EOS, EOT = 500, 501
-"""Ids of special tokens; the checkpoint names the first as the end of a text."""
+EOS = 500
+"""The end of a text of "llama" and "dream"; that of "llada" is 505."""
 
 _WORDS = ('{"', '": ', '", "', "true", "false", "null", ", ", '"}', "10", "42", "ab", "abc", "yes", "no", "é")
 """Texts of several bytes that are one token."""
 
 
-def write_writing(directory: Path, family: str) -> Path:
+def write_writing(directory: Path, family: str, eos: int = EOS) -> Path:
     """Put a recorded checkpoint of 512 ids into `directory`, with a byte-level tokenizer: an id below 256 is
-    a byte, and some further ones are longer texts."""
+    a byte, some further ones are longer texts, and `eos` ends a text."""
     for name in ("config.json", "model.safetensors"):
         (directory / name).symlink_to(Golden(family).directory / name)
     alphabet = bytes_to_unicode()
@@ -33,10 +35,10 @@ def write_writing(directory: Path, family: str) -> Path:
             if made not in vocabulary:
                 vocabulary[made] = len(vocabulary)
                 merges.append(("".join(letters[: end - 1]), letters[end - 1]))
-    tokenizer = Tokenizer(models.BPE(vocabulary | {"</s>": EOS, "<|eot|>": EOT}, merges))
+    tokenizer = Tokenizer(models.BPE(vocabulary | {"</s>": eos, "<|further|>": 501}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>", "<|eot|>"])
+    tokenizer.add_special_tokens(["</s>", "<|further|>"])
     template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=template)
     made.save_pretrained(directory)
@@ -120,3 +122,31 @@ SUMS = 'start: number ("+" number)*\nnumber: /[1-9]/ /[0-9]/?\n'
 """A grammar of sums."""
 
 SUM = re.compile(r"[1-9][0-9]?(\+[1-9][0-9]?)*")
+
+
+def has_form(structure: dict[str, Any], text: str) -> bool:
+    match structure:
+        case {"regex": pattern}:
+            return re.fullmatch(pattern, text) is not None
+        case {"grammar": _}:
+            return SUM.fullmatch(text) is not None
+        case {"choice": texts}:
+            return text in texts
+        case {"json_schema": schema}:
+            return allows(schema, json.loads(text))
+    return isinstance(json.loads(text), dict)
+
+
+def asking(structure: dict[str, Any], **own: Any) -> SamplingParams:
+    return SamplingParams(structure=Structure(**structure), **own)
+
+
+def draw_structure(draw: random.Random) -> dict[str, Any]:
+    match draw.choice(["json_schema"] * 4 + ["regex", "grammar", "choice"]):
+        case "json_schema":
+            return {"json_schema": draw_schema(draw)}
+        case "regex":
+            return {"regex": draw.choice(PATTERNS)}
+        case "grammar":
+            return {"grammar": SUMS}
+    return {"choice": draw.sample(["yes", "no", "nope", "é→", 'a "b"\\', "line\nbreak"], draw.randint(1, 4))}

@@ -25,6 +25,7 @@ from jdllm.serving.background import Background
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
+from jdllm.serving.denoise.frontier import FrontierRequest
 from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.denoise.layered_runner import LayeredCacheRunner
 from jdllm.serving.denoise.layers_runner import LayersRunner
@@ -35,13 +36,15 @@ from jdllm.serving.mode import Classes, EngineParts, Extras, Holder
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
-from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
+from jdllm.serving.spec import FrontierSpec, RequestSpec, generation_spec, infill_spec
 
 
 class Denoising:
     """Each step evaluates masked rows, and a rule commits some of their tokens."""
 
-    requests: Classes = MappingProxyType({RequestSpec: Request, LongSpec: LongRequest})
+    requests: Classes = MappingProxyType(
+        {RequestSpec: Request, FrontierSpec: FrontierRequest, LongSpec: LongRequest}
+    )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         check_denoising(sampling)
