@@ -4,12 +4,14 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput
+from jdllm.serving.denoise.frontier import FrontierRequest
 from jdllm.serving.spec import generation_spec, infill_spec
 from jdllm.structured.structure import Structure
 from tests.api.conftest import existing
@@ -132,3 +134,20 @@ def test_what_has_no_form(llm: LLM):
         infill_spec([5, existing(llm.config.mask_id)], asked, llm.config)
     with pytest.raises(RequestError, match="structure needs a compiled grammar"):
         llm.engine.add(generation_spec([5, 6], asked, llm.config))
+
+
+def test_a_lost_pool_takes_the_grammar_back(llm: LLM):
+    """Steps behind the last refresh are repeated, and the grammar follows the answer as it stands."""
+    own = asking({"regex": "a[bc]d"}, gen_length=8, cache="dual")
+    request = FrontierRequest(existing(llm.spec([5, 6], own)), 0)
+    matcher, places = existing(request.matcher), np.arange(2, 10)
+    first = matcher.allowed()
+    request.advance(places[:1], np.array([97]), np.zeros(1, np.float32))
+    second = existing(request.matcher).allowed()
+    request.store(places, 10)
+    request.advance(places[1:2], np.array([98]), np.zeros(1, np.float32))
+    assert not np.array_equal(existing(request.matcher).allowed(), second)
+    request.go_back()
+    assert request.candidates().tolist() == [3]
+    assert np.array_equal(existing(request.matcher).allowed(), second)
+    assert not np.array_equal(first, second)
