@@ -48,7 +48,7 @@ def check_blocks(sampling: SamplingParams) -> None:
             " 'auto': a block model fills blocks"
         )
     check_unpenalised(sampling)
-    check_unstructured(sampling, "of causal models and of models that denoise without blocks of their own")
+    check_unstructured(sampling, "needs tokens that come from left to right, and a block model fills blocks")
     for name, value, default in changed(sampling, _UNUSED):
         raise RequestError(f"a block model {_UNUSED[name]}: leave {name} at {default!r} (it is {value!r})")
     if sampling.adaptive:
@@ -77,7 +77,7 @@ def check_drafting(sampling: SamplingParams) -> None:
             f" (it is {sampling.temperature!r}), or draw with generation_mode='autoregressive'"
         )
     check_unpenalised(sampling)
-    check_unstructured(sampling, "whose tokens a grammar follows, and this request verifies drafts")
+    check_unstructured(sampling, "needs each token before the next one, and this request verifies drafts")
     check_causal(sampling.changed(block_length=None, transfer="schedule"))
 
 

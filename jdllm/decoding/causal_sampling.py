@@ -95,10 +95,10 @@ def check_unstructured(sampling: SamplingParams, why: str) -> None:
     """Raise `RequestError` where an answer is to have a form.
 
     Arguments:
-    - `why`: what there is instead of one token after another.
+    - `why`: what a form would need, and what there is.
     """
     if sampling.structure is not None:
-        raise RequestError(f"structure is for answers, {why}: leave it out")
+        raise RequestError(f"structure {why}: leave it out")
 
 
 def check_frontier(sampling: SamplingParams) -> None:

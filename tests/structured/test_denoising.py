@@ -130,7 +130,7 @@ def test_what_commits_in_another_order(llm: LLM, name: str):
 
 def test_what_has_no_form(llm: LLM):
     asked = SamplingParams(structure=Structure(choice=("a",)), gen_length=8)
-    with pytest.raises(RequestError, match=r"structure is for answers, .* a sequence to infill has no end"):
+    with pytest.raises(RequestError, match="structure is for answers, which have an end"):
         infill_spec([5, existing(llm.config.mask_id)], asked, llm.config)
     with pytest.raises(RequestError, match="structure needs a compiled grammar"):
         llm.engine.add(generation_spec([5, 6], asked, llm.config))
