@@ -194,9 +194,7 @@ def infill_spec(
         )
     if sampling.stop or sampling.stop_token_ids:
         raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
-    check_unstructured(
-        sampling, "is for answers, which have an end, and a sequence to infill has none"
-    )
+    check_unstructured(sampling, "is for answers, which have an end, and a sequence to infill has none")
     if sampling.min_tokens:
         raise RequestError("a sequence to infill has no end to put off: leave min_tokens out")
     tokens = checked_ids(tokens, config)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from jdllm.errors import RequestError
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput
 from jdllm.serving.denoise.frontier import FrontierRequest
-from jdllm.serving.spec import generation_spec, infill_spec
+from jdllm.serving.spec import FrontierSpec, generation_spec, infill_spec
 from jdllm.structured.structure import Structure
 from tests.api.conftest import existing
 from tests.conftest import BUDGET, KV_POOL
@@ -139,7 +139,7 @@ def test_what_has_no_form(llm: LLM):
 def test_a_lost_pool_takes_the_grammar_back(llm: LLM):
     """Steps behind the last refresh are repeated, and the grammar follows the answer as it stands."""
     own = asking({"regex": "a[bc]d"}, gen_length=8, cache="dual")
-    request = FrontierRequest(existing(llm.spec([5, 6], own)), 0)
+    request = FrontierRequest(cast(FrontierSpec, llm.spec([5, 6], own)))
     matcher, places = existing(request.matcher), np.arange(2, 10)
     first = matcher.allowed()
     request.advance(places[:1], np.array([97]), np.zeros(1, np.float32))
