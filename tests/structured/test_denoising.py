@@ -64,7 +64,7 @@ def test_what_ends_has_its_form(llm: LLM, case: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CACHES)
 def test_what_ends_has_its_form_of_many(llm: LLM, case: str):
-    assert sum(check(llm, 40, first=1000 * i, **CACHES[case]) for i in range(1, 6)) > 100
+    assert sum(check(llm, 40, first=1000 * i, **CACHES[case]) for i in range(1, 3)) > 40
 
 
 @pytest.mark.parametrize("case", ["no cache", slow("dual")])
