@@ -28,8 +28,7 @@ from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, Update
 _ids = itertools.count()
 
 _TOLD_TOKENS = 4
-"""Tokens of causal requests that come together where somebody wants each as it comes: the device waits while
-the host turns to the next dispatch, which takes it up to 2 ms."""
+"""Tokens of causal requests that come together where each is wanted: the device waits between dispatches."""
 
 _LOOKS = 5e-3
 """Seconds after which a thread that waits for its turn to drive the engine looks for its updates."""
