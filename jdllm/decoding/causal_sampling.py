@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling_checks import ORDERS
 from jdllm.errors import RequestError
 
 _IN_ORDER = "commits each token as it comes"
@@ -28,8 +29,6 @@ _OF_DENOISING = {
 }
 """Fields that only denoising uses, and why a causal model does not. Parameters of a rule or a cache are
 refused with it: without it they cannot be set."""
-
-_NOT_AT_FRONTIER = ("transfer", "alg", "remasking", "confidence_eos_eot_inf", "prompt_masks")
 
 _OF_BLOCKS = ("stop_in_block", "small_block_length", "editing_threshold")
 
@@ -106,7 +105,7 @@ def check_frontier(sampling: SamplingParams) -> None:
     one from left to right."""
     if sampling.structure is None:
         return
-    for name, value, default in changed(sampling, _NOT_AT_FRONTIER):
+    for name, value, default in changed(sampling, ORDERS):
         raise RequestError(
             f"structure commits one token after another, from the left: leave {name} at {default!r}"
             f" (it is {value!r})"

@@ -333,9 +333,9 @@ class SamplingParams:
     def changed(self, **options: Any) -> Self:
         """A copy with other values.
 
-        Fields that lose their effect go back to their defaults, and so do fields that a new `transfer` or
-        `alg` excludes. `gen_length` follows a new `max_tokens`. Raises `RequestError` as the class itself
-        does.
+        Fields that lose their effect go back to their defaults, and so do fields that a new `transfer`, `alg`
+        or `structure` excludes. `gen_length` follows a new `max_tokens`. Raises `RequestError` as the class
+        itself does.
         """
         kept = dict(vars(self))
         if names := excluded(options, kept):

@@ -54,6 +54,9 @@ _NOT_STRUCTURED = {
 }
 """What requests with a structure have not: each option's default, and why."""
 
+ORDERS = ("transfer", "alg", "remasking", "confidence_eos_eot_inf", "prompt_masks")
+"""What says which masks a step commits: with a structure it is the first one."""
+
 
 def check_together(sampling: "SamplingParams") -> None:
     """Raise `RequestError` for parameters that have no effect together, or that exclude each other."""
@@ -79,7 +82,7 @@ def without_effect(fields: Mapping[str, Any]) -> list[str]:
 
 
 def excluded(given: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """The parameters that a rule among given ones has no room for.
+    """The parameters that a rule or a structure among given ones has no room for.
 
     Arguments:
     - `before`: the values before.
@@ -93,6 +96,8 @@ def excluded(given: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
         names += [*_NOT_ADAPTIVE, *FILTERS]
         if _keeps_some(before["cache"]):
             names.append("cache")
+    if given.get("structure") is not None:
+        names += [*ORDERS, "steps"]
     if given.get("editing_threshold", POST_STEPS) is None:
         names += ["max_post_steps", "penalty_lambda"]
     return names

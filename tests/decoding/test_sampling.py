@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import JdllmError, RequestError
@@ -159,6 +160,7 @@ def test_a_parameter_without_effect_is_refused(
         ({"alg": "entropy", "alg_temp": 0.1}, {"transfer": "factor"}),
         ({"transfer": "threshold", "threshold": 0.8}, {"alg": "entropy"}),
         ({"remasking": "random"}, {"alg": "origin"}),
+        ({"alg": "entropy", "alg_temp": 0.1, "steps": 8}, {"structure": {"choice": ("a", "b")}}),
     ],
 )
 def test_a_new_rule_takes_the_place_of_what_it_excludes(before: dict[str, Any], named: dict[str, Any]):
@@ -166,6 +168,9 @@ def test_a_new_rule_takes_the_place_of_what_it_excludes(before: dict[str, Any], 
 
 
 def test_what_is_named_together_still_excludes():
+    with_alg = SamplingParams().changed(structure={"choice": ("a", "b")}, alg="entropy")
+    with pytest.raises(RequestError, match=r"structure commits one token .*: leave alg "):
+        check_denoising(with_alg)
     with pytest.raises(RequestError, match="alg 'origin' brings its own order"):
         SamplingParams().changed(alg="origin", transfer="adaptive")
     with pytest.raises(RequestError, match="'sparse' keeps the best only: choose another cache"):
