@@ -1,8 +1,7 @@
 """The graph template of a denoising step: what XLA keeps for each operator of the transformer.
 
 Two layers and the head stand for the whole step, because every layer needs the same. Which tensors share
-memory, and what a matrix product needs beside its result, follow what the compiler does for NVIDIA GPUs;
-`tests/aot/test_plan.py` holds the two together.
+memory, and what a matrix product needs beside its result, is as XLA has it (`tests/aot/test_plan.py`).
 """
 
 import functools

@@ -40,9 +40,7 @@ class Arrivals(RuleBasedStateMachine):
 
     @initialize(limits=some_limits(), goes_ahead=st.booleans())
     def start(self, limits: Limits, goes_ahead: bool):
-        self.limits = limits
-        self.scheduler = Scheduler(limits)
-        self.arrivals = itertools.count()
+        self.limits, self.scheduler, self.arrivals = limits, Scheduler(limits), itertools.count()
         self.arrived: dict[int, int] = {}
         self.priorities: set[int] = set()
         self.admitted: dict[int, int] = {}
@@ -52,13 +50,12 @@ class Arrivals(RuleBasedStateMachine):
         self.in_flight = InFlight(self.scripts, self.steps_done, goes_ahead)
         self.plans = self.last_plan_without_pages = self.count = 0
         self.last_plan: dict[int, int] = {}
-        self.ledger, self.room = Ledger(), Room(limits)
+        self.ledger, self.room, self.stalled = Ledger(), Room(limits), False
         self.last_rows: dict[tuple[int, Kind], int] = {}
         self.step_seconds: dict[Kind, list[Fraction]] = {}
         self.waited: dict[int, int] = {}
         self.bound: dict[int, int] = {}
         self.waited_without_pages = self.bound_without_pages = 0
-        self.stalled = False
         self.held: Held | None = None
 
     # What the test knows by its own counting.
@@ -90,12 +87,12 @@ class Arrivals(RuleBasedStateMachine):
 
     def leave_room(self, demands: Iterable[Demand], last: Demand) -> bool:
         """Whether steps leave room for what is held, whose owner's own parts need no more."""
-        rows = sum(demand.rows for demand in demands if demand.kind is not Kind.LAYERS)
-        rows += self.held.rows if self.held else 0
-        return last.kind is Kind.LAYERS or rows <= self.limits.max_num_batched_tokens
+        rows = [demand.rows for demand in demands if demand.kind is not Kind.LAYERS]
+        held = self.held.rows if self.held else 0
+        return last.kind is Kind.LAYERS or held + sum(rows) <= self.limits.max_num_batched_tokens
 
     def one_part(self, demands: Sequence[Demand]) -> bool:
-        whole = {Kind.FULL, Kind.ADAPTIVE, Kind.ADAPTIVE_REFRESH}
+        whole, tiled = {Kind.FULL, Kind.ADAPTIVE, Kind.ADAPTIVE_REFRESH}, {Kind.REUSE, Kind.ADAPTIVE_REUSE}
         kinds, rows, head_rows, entries, *_ = zip(*demands, strict=True)
         whole_rows = self.limits.whole_rows if len(self.ledger) == 1 else self.limits.company_rows
         return (
@@ -103,10 +100,7 @@ class Arrivals(RuleBasedStateMachine):
             and len(kinds) <= self.limits.max_num_seqs
             and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
-            and (
-                not {Kind.REUSE, Kind.ADAPTIVE_REUSE}.intersection(kinds)
-                or sum(rows) <= self.limits.reuse_rows
-            )
+            and (not tiled.intersection(kinds) or sum(rows) <= self.limits.reuse_rows)
             and (not whole.intersection(kinds) or sum(rows) <= whole_rows)
             and sum(demand.verified for demand in demands) <= self.limits.max_num_batched_tokens
         )
