@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from jdllm.serving.progress import Awaited, Progress
 from jdllm.serving.spec import Block, RequestSpec
 from jdllm.serving.stop_strings import StopStrings
 from jdllm.serving.timings import Timings
-
-if TYPE_CHECKING:
-    from jdllm.structured.matching import Matcher
 
 
 class Request:
@@ -64,10 +61,10 @@ class Request:
     prefilled: Prefilled | None = None
     prepared = True
     awaited: Awaited | None = None
-    matcher: "Matcher | None" = None
     post_left = edits = 0
 
     def __init__(self, spec: RequestSpec, id: int = 0):
+        self.matcher = spec.matcher()
         self.id = id
         self.spec = spec
         self.tokens = spec.tokens.copy()
@@ -265,6 +262,8 @@ class Request:
         likeliest: np.ndarray | None,
     ) -> None:
         """Take in `count` steps; `step` says in which of them each of `positions` was committed."""
+        if self.matcher is not None:
+            self.matcher.take(tokens)
         self.tokens[positions] = tokens
         self.logprobs[positions] = logprobs
         if likeliest is not None:

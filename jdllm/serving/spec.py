@@ -17,7 +17,7 @@ from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from jdllm.structured.matching import Grammar
+    from jdllm.structured.matching import Grammar, Matcher
 
 
 class Block(NamedTuple):
@@ -60,6 +60,17 @@ class RequestSpec:
     decode: Decode | None
     segment: Mapping[str, Any]
     grammar: "Grammar | None" = dataclasses.field(default=None, kw_only=True)
+
+    def matcher(self) -> "Matcher | None":
+        """A matcher at the beginning of the answer; `None` where the answer may have any form.
+
+        Raises `RequestError` where there is a form and no `grammar`.
+        """
+        if self.sampling.structure is None:
+            return None
+        if self.grammar is None:
+            raise RequestError("structure needs a compiled grammar in the request: ask LLM.spec for one")
+        return self.grammar.matcher()
 
     @property
     def cached(self) -> bool:

@@ -11,7 +11,6 @@ from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import quotas
-from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.serving.request import Request, of_committed
 from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids
@@ -89,10 +88,6 @@ class CausalRequest(Request):
     """
 
     def __init__(self, spec: CausalSpec, id: int = 0):
-        if spec.sampling.structure is not None:
-            if spec.grammar is None:
-                raise RequestError("structure needs a compiled grammar in the request: ask LLM.spec for one")
-            self.matcher = spec.grammar.matcher()
         self.known = len(spec.prompt)
         self.computed = self.found = 0
         super().__init__(spec, id)
@@ -159,8 +154,6 @@ class CausalRequest(Request):
         # Beside the new token, which is evaluated with the next one, all that is known was evaluated.
         self.known += len(positions)
         self.computed = self.known - 1
-        if self.matcher is not None:
-            self.matcher.take(tokens)
         super()._commit(count, step, positions, tokens, logprobs, likeliest)
 
     def _block_is_over(self) -> bool:
