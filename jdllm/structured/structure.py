@@ -84,7 +84,7 @@ class Structure:
             raise RequestError(f"structure has a wrong field: {explain(error, cls)}") from None
 
     def __post_init__(self):
-        given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) not in (None, False)]
+        given = self._given
         if len(given) != 1:
             raise RequestError(
                 f"structure has {' and '.join(given) or 'nothing'}, expected one of json_schema, json_object,"
@@ -99,7 +99,11 @@ class Structure:
     @property
     def kind(self) -> str:
         """The name of the field that it has."""
-        return next(f.name for f in dataclasses.fields(self) if getattr(self, f.name) not in (None, False))
+        return self._given[0]
+
+    @property
+    def _given(self) -> list[str]:
+        return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) not in (None, False)]
 
 
 def _read(value: object) -> object:
