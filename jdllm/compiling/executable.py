@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jdllm.compiling.host_arguments import HostArguments
-from jdllm.compiling.over_cards import bound, mesh_of, over_processes, placements, whole_on_each
+from jdllm.compiling.over_cards import bound, mesh_of, placements, whole_on_each
 from jdllm.pallas.device import find_kernel_runtime
 
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
@@ -178,9 +178,9 @@ class Executable:
         """
         words, others = self.host.merge(self._leaves(args))
         arrays = [leaf for leaf in others if isinstance(leaf, jax.Array)]
-        if over_processes(arrays):
-            return self
         whole = whole_on_each(arrays)
+        if whole is not None and whole.mesh.is_multi_process:
+            return self
         place = next(iter(arrays[0].devices())) if whole is None else whole
         return dataclasses.replace(self, sent=jax.device_put(words, place))
 
